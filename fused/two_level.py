@@ -50,6 +50,8 @@ def open_two_levels(
 
     def new() -> StagedCollectives | TwoLevelCollectives:
         why_not, here = why_not_two_levels(comm), next(members for members in comm.hosts if comm.rank in members)
+        if comm.device.type != "cpu":
+            why_not = f"two levels of collectives are for CPU ranks, and its tensors live on {comm.device}"
         if why_not is None and len({*map(len, comm.hosts)}) > 1:
             why_not = f"its hosts have different numbers of ranks: {describe(comm.hosts)}"
         if why_not is not None:

@@ -12,16 +12,18 @@ from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.comm.tensors import is_int
 from thinwire.errors import CapacityError, LaneError, ThinwireError, TransportUnavailable
 from thinwire.fields import shown
-from thinwire.fused.transport import choose, open_direct
+from thinwire.fused.transport import choose, open_direct, uses_triton
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct import DirectRounds
 from thinwire.moe.direct_gradients import BackwardRounds, DirectPlan
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.gradients import GradientPlan, Wants
 from thinwire.moe.legs import Started
+from thinwire.moe.rails import RailBackward, RailRounds
 from thinwire.moe.round_transport import Rounds
 from thinwire.moe.staged import StagedPlan, StagedRound, StagedRounds
-from thinwire.moe.two_level import TwoLevelBackward, TwoLevelRounds, two_level_layout, why_not_two_level
+from thinwire.moe.two_level import TwoLevelBackward, TwoLevelRounds
+from thinwire.moe.two_level_lanes import two_level_layout, why_not_two_level
 
 _Kind = TypeVar("_Kind", bound=DirectRounds)
 
@@ -75,10 +77,14 @@ class Assembly:
         config = config.of_backward if backward else config
         asked, host = config.transport, None
         why_not = None if asked == "direct" else why_not_two_level(config)
-        if asked == "two_level" and why_not is not None:
+        if why_not is not None and len(comm.hosts) > 1 and asked == "auto":
+            why_not = f"its ranks are on several hosts, and {why_not}"
+            comm.log(f"ExpertParallel: staged, as {why_not}")
+        if why_not is not None and (asked == "two_level" or len(comm.hosts) > 1):
             return self._staged("ExpertParallel", why_not)
         if asked != "direct" and why_not is None:
-            kind, layout = TwoLevelBackward if backward else TwoLevelRounds, two_level_layout(config, backward)
+            kinds = (RailRounds, RailBackward) if uses_triton(comm) else (TwoLevelRounds, TwoLevelBackward)
+            kind, layout = kinds[backward], two_level_layout(config, backward)
             host = next(members for members in comm.hosts if comm.rank in members)
             reason = "the ranks of a host can map each other's memory"
         else:

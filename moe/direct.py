@@ -41,7 +41,7 @@ class DirectRounds(DirectLanes):
         if self.on_gpu:
             self.load_kernels(
                 (*compiled_for(x), topk_ids.dtype, topk_ids.data_ptr() & 15 == 0, weights.data_ptr() & 15 == 0),
-                lambda: launch_each(self.kernels, self._idle_lane(), *sends),
+                lambda: self._launch_each(*sends),
                 lane,
             )
             self.take_turn(lane)
@@ -59,9 +59,15 @@ class DirectRounds(DirectLanes):
             self.kernels.route(tensors)
             if self.on_gpu:  # they may be saved in a graph
                 torch.autograd.graph.increment_version((tensors.expert_counts, tensors.expert_offsets))
-            return DirectRound(self, lane, x)
+            return self._round(lane, x)
 
         return end
+
+    def _launch_each(self, *sends: Any) -> None:
+        launch_each(self.kernels, self._idle_lane(), *sends)
+
+    def _round(self, lane: int, x: torch.Tensor) -> Dispatched:
+        return DirectRound(self, lane, x)
 
     def views(self, lane: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of every round of a dtype on a lane: the records, and like what others are made: nothing, and a bool []."""
@@ -117,9 +123,7 @@ class DirectRounds(DirectLanes):
         def launch_idle() -> None:
             idle = self._idle_lane()
             self.kernels.send_sums(idle, *sends)
-            # A row like those of `out`, which itself may still be read.
-            room, stride, first = out.shape[1], out.stride(0), int(out.data_ptr() % 16 != 0)
-            row = out.new_empty(room + 1).as_strided((1, room), (stride, 1), first)
+            row = row_like(out)
             grads = None if of_tokens is None else of_tokens.new_empty(1, of_tokens.shape[1])
             self.kernels.sum_home(idle, row, grads)
 
@@ -181,6 +185,12 @@ class DirectRounds(DirectLanes):
         local: dict[str, Any] = {name: torch.zeros_like(getattr(lane, name)) for name in names}
         local["control"][signal.CONTROL_STATUS].fill_(signal.TIMED_OUT)  # to assign it would wait for the stream
         return replace(lane, **local)
+
+
+def row_like(out: torch.Tensor) -> torch.Tensor:
+    """A row like those of `out`, which itself may still be read: of the same stride and alignment to 16 bytes."""
+    room, stride, first = out.shape[1], out.stride(0), int(out.data_ptr() % 16 != 0)
+    return out.new_empty(room + 1).as_strided((1, room), (stride, 1), first)
 
 
 def launch_each(

@@ -65,8 +65,9 @@ class ExpertParallel:
         grad_wire: of both legs of backward; "none", or None, sends gradients in the tokens' dtype.
         transport: `"direct"`: kernels store into the peers' memory, which is allocated here. `"staged"`: records travel
             through the process group. `"two_level"`: direct within a host, and staged between hosts, where a token goes
-            once to each. `"auto"`: the first of direct, two levels and staged that all ranks can take; `explain()` says
-            why. Hosts are those of the communicator (`comm.hosts`).
+            once to each. `"auto"`: the first of direct, two levels and staged that all ranks can take, on GPUs without
+            two levels, which have run on none yet; `explain()` says why. Hosts are those of the communicator
+            (`comm.hosts`).
         lanes: rounds that may be open at once.
         align: every expert's rows begin at a multiple of this in `Dispatched.tokens`.
         invariant: whether the result of `combine` is independent of where experts are. Each expert's weighted row goes
@@ -273,7 +274,8 @@ class ExpertParallel:
         """In place of a dispatch: tells the peers that this rank has no tokens for it; why is for the caller to raise.
 
         On the CPU their dispatch raises RoutingError with this rank's number, nothing is taken, and all may go on. With
-        the direct transport on CUDA nobody is told, as their lanes would be of no use after that; nor by a closed one.
+        the direct transport or two levels on CUDA nobody is told, as their lanes would be of no use after that; nor by
+        a closed one.
         Other errors surface in the next call.
 
         Args:
@@ -284,7 +286,7 @@ class ExpertParallel:
             LaneError: no such lane.
         """
         self._require_lane(lane)
-        if self._closed or (self.transport == "direct" and self.comm.device.type == "cuda"):
+        if self._closed or (self.transport != "staged" and self.comm.device.type == "cuda"):
             return
         with contextlib.suppress(ThinwireError):
             rounds = self._settle(lane)

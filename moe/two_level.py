@@ -1,38 +1,31 @@
-"""Rounds over two levels: a token crosses once to each other host, and within a host kernels store into memory.
+"""Rounds over two levels on CPUs: a token crosses once to each other host that owns one of its experts.
 
-Each rank has a *forwarder* on every other host (`thinwire.comm.hosts.forwarder`). A token's record goes through the
-process group to those of the hosts that own its experts, and each stores the same bytes into its host's memory in the
-name of the rank that sent them: slots, planes and signal lines are there for all ranks of the group. So waits, routing
-and all that experts see are those of `DirectRounds`, whose lanes these are.
-
-On the way back the owners store float32 sums at the forwarder of the token's rank, which keeps a *home* for every rank
-that it serves. It adds up its host's sums in ascending rank, quantises once, and sends one record a token. At home
-those of the hosts are added up in ascending rank of the forwarders, this host's among them, quantised like the others.
-`docs/protocol.md` argues why nothing is overwritten and nobody waits in a circle.
+Ranks tell each other how many records they send, and these travel in pieces, as the staged transport's do. On the way
+back each forwarder adds up its host's sums part by part, as the host's ranks store them, so that the first parts travel
+while later ones are made. At home the sums of the hosts are added up in ascending rank of the forwarders, this host's
+among them, quantised like the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from thinwire.comm.hosts import Hosts, describe, forwarder
+from thinwire.comm.hosts import forwarder
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.comm.recorder.trace_events import Traffic
-from thinwire.errors import LaneError, PeerTimeout
 from thinwire.fused.staged import StagedExchange, dense_segments
 from thinwire.moe.config import ParallelConfig
-from thinwire.moe.direct import DirectRound, DirectRounds
 from thinwire.moe.direct_gradients import BackwardRounds
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.gradients import MOST_LAYERS, MOST_WANTS
 from thinwire.moe.plan import SendPlan, merge_repeated_experts, owners
 from thinwire.moe.round_transport import left_open
 from thinwire.moe.staged import StagedRounds
+from thinwire.moe.two_level_lanes import EXACT, TwoLevelLanes, TwoLevelRound
 from thinwire.triton_kernels.cpu import combine
 from thinwire.triton_kernels.round_layout import (
     ABANDONED,
@@ -45,53 +38,9 @@ from thinwire.triton_kernels.round_layout import (
     Lane,
     RoundLayout,
 )
-from thinwire.triton_kernels.signal import REPORT_PEERS, SIGNAL_LINE_BYTES
-from thinwire.wire import WireFormat
+from thinwire.triton_kernels.signal import SIGNAL_LINE_BYTES
 
-_EXACT = WireFormat.parse("none")
 _PART_BYTES = 1 << 20  # of a rank's records that go home: as much as the first piece that the network gets
-
-
-def served_by(hosts: Hosts, rank: int) -> list[int]:
-    """The ranks whose rows a rank takes to its host, itself first."""
-    here = next(number for number, members in enumerate(hosts) if rank in members)
-    everyone = (peer for members in hosts for peer in members)
-    return sorted(
-        (peer for peer in everyone if forwarder(hosts, peer, here) == rank), key=lambda peer: (peer != rank, peer)
-    )
-
-
-def why_not_two_level(config: ParallelConfig) -> str | None:
-    """What keeps a group's rounds from two levels; None if nothing does."""
-    hosts = config.comm.hosts
-    if len(hosts) == 1:
-        return "its ranks are on one host"
-    if config.transport == "auto" and max(map(len, hosts)) == 1:
-        return "every host has one rank"
-    if config.invariant:
-        return "a host's sums are added up before they cross, and with invariant=True each expert's row goes home"
-    if config.comm.device.type != "cpu" or config.dispatch_backend.name != "numba":
-        return "two levels are built for CPU ranks with numba's kernels"
-    return None
-
-
-def two_level_layout(config: ParallelConfig, weight_grads: bool) -> RoundLayout:
-    """The direct transport's over all ranks, with float32 sums, and a home for each rank that one serves."""
-    hosts = config.comm.hosts
-    layout = config.lane_layout(config.comm.size, weight_grads=weight_grads)
-    exact = RoundLayout.of(
-        world=max(map(len, hosts)), num_experts=config.num_experts, top_k=config.top_k, hidden=config.hidden_size,
-        max_tokens=config.max_tokens, wire=config.wire, combine_wire=_EXACT, weight_grads=weight_grads,
-    )  # fmt: skip
-    home_bytes = exact.NUM_BYTES - exact.SUMS
-    homes = max(len(served_by(hosts, rank)) for rank in range(config.comm.size))
-    return replace(
-        layout,
-        SLOTS=exact.SLOTS,
-        SUM_BYTES=exact.SUM_BYTES,
-        WEIGHT_GRADS=layout.SUMS + exact.WEIGHT_GRADS - exact.SUMS if weight_grads else 0,
-        NUM_BYTES=layout.SUMS + homes * home_bytes,
-    )
 
 
 class _Ends(NamedTuple):
@@ -111,36 +60,25 @@ class _Passage(NamedTuple):
     ids: dict[int, torch.Tensor]  # int32 [records, top_k], their experts on this host, -1 for others
 
 
-class TwoLevelRounds(DirectRounds):
-    """The legs of rounds over two levels."""
+class TwoLevelRounds(TwoLevelLanes):
+    """The legs of these rounds."""
 
-    name = "two_level"
+    forwarded_phases = (DISPATCH, COMBINE)
 
     def __init__(
         self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, reason: str, begun: int
     ) -> None:
         self._outer = StagedRounds(config, reason)
         self._outer.tagged_by = self.tagged_by
-        self._served = served_by(config.comm.hosts, config.comm.rank)
         super().__init__(config, layout, memory, reason, begun)
         hosts, size = config.comm.hosts, config.comm.size
-        here = next(number for number, members in enumerate(hosts) if self.rank in members)
-        self.takers = takers = [forwarder(hosts, peer, here) for peer in range(size)]
-        homes = torch.tensor(
-            [served_by(hosts, taker).index(peer) for peer, taker in enumerate(takers)], device=self.device
-        )
-        most = max(len(served_by(hosts, rank)) for rank in range(size))
-        self._home_bytes = (layout.NUM_BYTES - layout.SUMS) // most
-        self.lanes = [
-            replace(lane, home_ptrs=lane.buffer_ptrs[takers] + homes * self._home_bytes) for lane in self.lanes
-        ]
-        self._controls = [{rank: lane.control.clone() for rank in self._served[1:]} for lane in self.lanes]
+        self._controls = [{rank: lane.control.clone() for rank in self.served[1:]} for lane in self.lanes]
         # Of each rank, and of none: whom this one's tokens for it are sent to, and whether it is on this host.
         by_host = [next(number for number, members in enumerate(hosts) if peer in members) for peer in range(size)]
         self._targets = torch.tensor(
             [forwarder(hosts, self.rank, number) for number in by_host] + [size], device=self.device
         )
-        self._here = torch.tensor([number == here for number in by_host] + [False], device=self.device)
+        self._here = torch.tensor([number == self.host for number in by_host] + [False], device=self.device)
         self._host = self._here.nonzero()[:, 0]
         self._elsewhere = (~self._here[:-1]).nonzero()[:, 0]
         self.passages: dict[int, _Passage] = {}
@@ -165,7 +103,7 @@ class TwoLevelRounds(DirectRounds):
         sends = home.without(comm.rank)
         phase("exchange counts")
         counts = self._outer.exchange_counts(sends.counts, x.dtype, tag % (MOST_LAYERS * MOST_WANTS))
-        self._require_not_closed()
+        self.require_not_closed()
         row_bytes, message_bytes = config.wire.row_bytes(config.hidden_size, x.dtype), config.message_bytes(x.dtype)
         ends, slots, encoded = self._ends_of(lane, x.dtype), dense_segments(sends.counts), 0
         messages = comm.result_memory.new_empty(ids.view(torch.uint8), (len(x), message_bytes))
@@ -198,15 +136,15 @@ class TwoLevelRounds(DirectRounds):
         del held
 
         def end() -> Dispatched:
-            self._require_not_closed()
+            self.require_not_closed()
             held = self.memory.held()
             arrived = exchange.wait()
-            self._require_not_closed()
+            self.require_not_closed()
             phase("forward")
             of_host = home.tokens[sum(home.counts[: comm.rank]) :][: home.counts[comm.rank]]
             passage = _Passage(x.dtype, home, counts, {comm.rank: of_host}, {comm.rank: local[of_host]})
             for rank, messages in zip(range(comm.size), arrived.split(counts), strict=True):
-                if rank in self._served[1:]:
+                if rank in self.served[1:]:
                     passage.tokens[rank], passage.ids[rank] = self._forward(
                         ends.records[rank], messages, row_bytes, tag
                     )
@@ -216,7 +154,7 @@ class TwoLevelRounds(DirectRounds):
             phase("routing")
             self.kernels.route(self.lanes[lane])
             del held
-            return _TwoLevelRound(self, lane, x)
+            return _Round(self, lane, x)
 
         return end
 
@@ -322,7 +260,7 @@ class TwoLevelRounds(DirectRounds):
             store(max(1 + int(passage.tokens[rank][last - 1]) for rank, _, last in parts))
             phase("wait for peers")
             came = combine.wait_for_parts(end, self._host, stored, self.wait_seconds(lane))
-            self._require_not_closed()
+            self.require_not_closed()
             if not came:
                 self._wait(lane, COMBINE, 0.0)  # says who is missed
             phase("sum for other hosts")
@@ -336,13 +274,13 @@ class TwoLevelRounds(DirectRounds):
         store(config.max_tokens)
         combine.send_part(end, expert_out, self._host, range(config.max_tokens), combine.MOST_PARTS, of_experts)
         self.kernels.close_round(end, ABANDONED if expert_out is None else WITH_SUMS)
-        for rank in self._served[1:]:  # ranks of other hosts have no experts here, so nothing is stored in their name
+        for rank in self.served[1:]:  # ranks of other hosts have no experts here, so nothing is stored in their name
             self.kernels.close_round(self._ends_of(lane, dtype).records[rank], WITH_SUMS)
         self._open[lane] = False
         del held
 
         def come_home() -> torch.Tensor:
-            self._require_not_closed()
+            self.require_not_closed()
             held = self.memory.held()
             phase("wait for peers")
             self._wait(lane, COMBINE)
@@ -384,7 +322,7 @@ class TwoLevelRounds(DirectRounds):
         record, int64 [records, SLOTS], in ascending rank, -1 for none; and if they travel the gradients of its weights.
         """
         config, layout, tokens = self.config, self.lanes[lane].layout, passage.tokens[rank]
-        first = layout.SUMS + self._served.index(rank) * self._home_bytes
+        first = layout.SUMS + self.served.index(rank) * self.home_bytes
         buffer, size = self.lanes[lane].buffer, config.max_tokens * layout.SLOTS * layout.SUM_BYTES
         rows = buffer[first : first + size].view(torch.float32).view(-1, layout.SUM_BYTES // 4)[:, : config.hidden_size]
         told = self._lines(lane, layout.COMBINE_SIGNALS)[:, SIGNAL_END] == WITH_SUMS
@@ -410,9 +348,9 @@ class TwoLevelRounds(DirectRounds):
         if ends is None:
             own = self.lanes[lane]
             words = replace(own.layout, HIDDEN=self.config.wire.row_bytes(self.config.hidden_size, dtype) // 4)
-            sending = replace(own, wire=_EXACT, layout=words, tokens_dtype=dtype)
+            sending = replace(own, wire=EXACT, layout=words, tokens_dtype=dtype)
             layout = replace(own.layout, RECORD_BYTES=own.layout.SUM_BYTES)  # of which these look at no record
-            summing = replace(own, wire=_EXACT, combine_wire=_EXACT, layout=layout, tokens_dtype=dtype)
+            summing = replace(own, wire=EXACT, combine_wire=EXACT, layout=layout, tokens_dtype=dtype)
             records = {rank: replace(sending, rank=rank, control=end) for rank, end in self._controls[lane].items()}
             ends = self._ends[lane, dtype] = _Ends({self.rank: sending, **records}, summing)
         return ends
@@ -424,28 +362,6 @@ class TwoLevelRounds(DirectRounds):
             words = lines.view(torch.int32).view(self.world, -1)
             words[:, SIGNAL_PARTS] = combine.parts_word(number, combine.MOST_PARTS)
 
-    def _require_not_closed(self) -> None:
-        if self.closed:
-            raise LaneError("this ExpertParallel was closed while this call was under way")
-
-    def timed_out(
-        self, report: np.ndarray, lane: int | None = None, stuck: Collection[int] = (), advice: str = ""
-    ) -> PeerTimeout:
-        """As the direct transport has it; for a missing rank of another host its forwarder here is to blame.
-
-        But for one that waits for the network itself, as it says.
-        """
-        to_blame, _, said = report[REPORT_PEERS:].reshape(3, self.world)
-        for rank in self._elsewhere.tolist():
-            taker = self.takers[rank]
-            if to_blame[rank] and taker != self.rank and not said[taker] and taker not in stuck:
-                to_blame[rank], to_blame[taker] = 0, 1
-        return super().timed_out(report, lane, stuck, advice)
-
-    def describe(self) -> str:
-        """For `explain`."""
-        return f"{super().describe()}; hosts: {describe(self.config.comm.hosts)}"
-
     def close(self) -> None:
         """See `DirectLanes.close`."""
         super().close()
@@ -456,37 +372,16 @@ class TwoLevelBackward(TwoLevelRounds, BackwardRounds):
     """Those on which gradients travel."""
 
 
-class _TwoLevelRound(DirectRound):
+class _Round(TwoLevelRound):
     _rounds: TwoLevelRounds
 
     def __init__(self, rounds: TwoLevelRounds, lane: int, x: torch.Tensor) -> None:
         super().__init__(rounds, lane, x)
         self._passage = rounds.passages[lane]
 
-    @property
-    def dispatch_traffic(self) -> Traffic:
-        """What went to the host's ranks, and to other hosts."""
-        self._require_latest()
-        config, hosts = self._rounds.config, self._rounds.config.comm.hosts
-        members = next(len(members) for members in hosts if config.comm.rank in members)
-        within = config.dispatch_bytes("direct", members, self._num_sent, self._dtype)
-        here = self._traffic(SendPlan.of(self._sent_ids(), config.num_experts, config.comm.size).counts, *within)
-        return _added(here, self._traffic(self._passage.home.counts, config.message_bytes(self._dtype)))
+    def _far_dispatch(self) -> Traffic:
+        return self._traffic(self._passage.home.counts, self._rounds.config.message_bytes(self._dtype))
 
-    @property
-    def combine_traffic(self) -> Traffic:
-        """The float32 sums for this host's forwarders, and the records for other hosts."""
-        self._require_latest()
-        sums = (self._tensors.positions[:, 0] >= 0).view(self._tensors.layout.WORLD, -1).sum(1).tolist()
-        by_taker = [0] * len(sums)
-        for taker, count in zip(self._rounds.takers, sums, strict=True):
-            by_taker[taker] += count
+    def _far_combine(self) -> Traffic:
         config = self._rounds.config
-        record_bytes = config.combine_wire.row_bytes(config.hidden_size, self._dtype)
-        here = self._traffic(by_taker, self._tensors.layout.SUM_BYTES)
-        return _added(here, self._traffic(self._passage.counts, record_bytes))
-
-
-def _added(one: Traffic, other: Traffic) -> Traffic:
-    parts = (one.rows, other.rows), (one.logical_bytes, other.logical_bytes), (one.wire_bytes, other.wire_bytes)
-    return Traffic(*map(sum, parts))
+        return self._traffic(self._passage.counts, config.combine_wire.row_bytes(config.hidden_size, self._dtype))

@@ -94,6 +94,7 @@ def send_sums_kernel(
     num_rows,
     buffer_ptr,
     buffer_ptrs,
+    home_ptrs,
     control_ptr,
     positions_ptr,
     weights_ptr,
@@ -124,7 +125,7 @@ def send_sums_kernel(
         listed = load_positions(positions_ptr + (slot * ROUND.TOP_K + item % sums), terms, item < total * sums)
         ids = ids_of(base, slot, ROUND, K_BLOCK, item < total * sums)
         while item < total * sums:
-            home, of_token, number = base_of(buffer_ptrs, source), token.to(tl.int64), item % sums
+            home, of_token, number = base_of(home_ptrs, source), token.to(tl.int64), item % sums
             # Computed anew: a slot that is held from when it was loaded for would spill.
             first = (source.to(tl.int64) * ROUND.MAX_TOKENS + token) * ROUND.TOP_K + number
             found, owners = num_terms(listed), owner_of(ids, ROUND)

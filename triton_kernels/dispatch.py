@@ -48,7 +48,7 @@ from thinwire.triton_kernels.signal import (
 )
 
 # Tokens whose ids and weights a program sends at a time.
-_PLANE_TOKENS = 32
+PLANE_TOKENS = 32
 
 
 @triton.jit
@@ -82,11 +82,21 @@ def next_destination(owners, turn, rank, ROUND: tl.constexpr):
 
 
 @triton.jit
+def is_near(owners, rank, ROUND: tl.constexpr):
+    """Whether each of `owners` is a rank of this rank's host; not -1, which is none."""
+    first = rank // ROUND.MEMBERS * ROUND.MEMBERS
+    return tl.where(owners >= first, owners < first + ROUND.MEMBERS, False)
+
+
+@triton.jit
 def send_plane(
-    ids_ptr, weights_ptr, buffer_ptrs, report_ptr, rank, num_tokens, start, ROUND: tl.constexpr,
+    ids_ptr, weights_ptr, buffer_ptrs, report_ptr, message_ptr, rank, num_tokens, start, ROUND: tl.constexpr,
     TOKENS: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Ids and weights of TOKENS tokens from `start` on, repeated experts merged, to every peer's planes."""
+    """Ids and weights of TOKENS tokens from `start` on, repeated experts merged, to every peer's planes.
+
+    On several hosts all of them go into the message, and to the host's ranks those of its experts.
+    """
     tokens = start + tl.arange(0, TOKENS)
     ks = tl.arange(0, K_BLOCK)
     there = tokens[:, None] < num_tokens
@@ -108,34 +118,63 @@ def send_plane(
     kept = tl.where(outside + tl.where(ids < 0, 1, 0) > 0, 0, tl.where(first == ks[None, :], 1, 0)) > 0
     ids = tl.where(kept, ids, -1).to(tl.int32)
     total = tl.where(kept, total, 0.0)
-    offsets = (rank.to(tl.int64) * ROUND.MAX_TOKENS * ROUND.TOP_K + entries) * 4
-    for peer in range(ROUND.WORLD):
-        base = base_of(buffer_ptrs, peer)
-        put((base + ROUND.IDS + offsets).to(tl.pointer_type(tl.int32)), ids, mask)
-        put((base + ROUND.WEIGHTS + offsets).to(tl.pointer_type(tl.float32)), total, mask)
+    if ROUND.MEMBERS:
+        message = message_ptr.to(tl.int64) + entries * 4
+        tl.store((message + ROUND.MESSAGE_IDS).to(tl.pointer_type(tl.int32)), ids, mask=mask)
+        tl.store((message + ROUND.MESSAGE_WEIGHTS).to(tl.pointer_type(tl.float32)), total, mask=mask)
+    store_plane(ids, total, entries, mask, buffer_ptrs, rank, rank, ROUND)
 
 
 @triton.jit
-def send_record(x_row, buffer_ptrs, rank, slot, owners, ROUND: tl.constexpr, LAYOUT: tl.constexpr):
-    """One row to each rank among `owners` [K_BLOCK] that is not -1: encoded once, stored as often as needed."""
+def store_plane(ids, weights, entries, mask, buffer_ptrs, rank, source, ROUND: tl.constexpr):
+    """Those of some of a `source`'s entries into its planes at every peer; on several hosts, at those of this one."""
+    offsets = (source.to(tl.int64) * ROUND.MAX_TOKENS * ROUND.TOP_K + entries) * 4
+    if ROUND.MEMBERS:
+        near = is_near(owner_of(ids, ROUND), rank, ROUND)
+        ids, weights = tl.where(near, ids, -1), tl.where(near, weights, 0.0)
+        for member in range(ROUND.MEMBERS):
+            base = base_of(buffer_ptrs, rank // ROUND.MEMBERS * ROUND.MEMBERS + member)
+            put((base + ROUND.IDS + offsets).to(tl.pointer_type(tl.int32)), ids, mask)
+            put((base + ROUND.WEIGHTS + offsets).to(tl.pointer_type(tl.float32)), weights, mask)
+    else:
+        for peer in range(ROUND.WORLD):
+            base = base_of(buffer_ptrs, peer)
+            put((base + ROUND.IDS + offsets).to(tl.pointer_type(tl.int32)), ids, mask)
+            put((base + ROUND.WEIGHTS + offsets).to(tl.pointer_type(tl.float32)), weights, mask)
+
+
+@triton.jit
+def send_record(x_row, buffer_ptrs, rank, slot, owners, message, ROUND: tl.constexpr, LAYOUT: tl.constexpr):
+    """One row to each rank among `owners` [K_BLOCK] that is not -1: encoded once, stored as often as needed.
+
+    And to `message`, an address, unless it is None.
+    """
     row_amax = row_amax_bits(x_row, LAYOUT.HIDDEN, LAYOUT)
     for tile in range(LAYOUT.NUM_TILES):
         columns = tile_columns(tile, LAYOUT)
-        elements = load_tile(x_row, columns, tile, LAYOUT)
+        payload = load_tile(x_row, columns, tile, LAYOUT)
+        scale_bits = payload
         if LAYOUT.KIND != NONE:
-            x = rotated(widened(elements), LAYOUT)
+            x = rotated(widened(payload), LAYOUT)
             payload, scale_bits = encode_tile(x, row_amax if LAYOUT.TWO_PASSES else group_amax(x, LAYOUT), LAYOUT)
         turn = rank * 0 - 1
         for _ in range(ROUND.SLOTS):
             turn, peer = next_destination(owners, turn, rank, ROUND)
             if turn < ROUND.WORLD:
                 record = record_at(base_of(buffer_ptrs, peer) + ROUND.RECORDS + slot * ROUND.RECORD_BYTES)
-                if LAYOUT.KIND == NONE:
-                    put(record.to(tl.pointer_type(LAYOUT.DTYPE)) + columns, elements, columns < LAYOUT.ELEMENTS)
-                else:
-                    store_encoded_tile(record, payload, scale_bits, tile, LAYOUT)
-                if tile == LAYOUT.NUM_TILES - 1:
-                    store_record_tail(record, LAYOUT)
+                _store_tile(record, payload, scale_bits, columns, tile, LAYOUT)
+        if message is not None:
+            _store_tile(record_at(message), payload, scale_bits, columns, tile, LAYOUT)
+
+
+@triton.jit
+def _store_tile(record, payload, scale_bits, columns, tile, LAYOUT: tl.constexpr):
+    if LAYOUT.KIND == NONE:
+        put(record.to(tl.pointer_type(LAYOUT.DTYPE)) + columns, payload, columns < LAYOUT.ELEMENTS)
+    else:
+        store_encoded_tile(record, payload, scale_bits, tile, LAYOUT)
+    if tile == LAYOUT.NUM_TILES - 1:
+        store_record_tail(record, LAYOUT)
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "dtype_code"])
@@ -149,6 +188,7 @@ def send_tokens_kernel(
     buffer_ptrs,
     control_ptr,
     report_ptr,
+    message_ptr,  # what other hosts get; only on several
     rank,
     ROUND: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -161,8 +201,9 @@ def send_tokens_kernel(
         start = tl.program_id(0) * PLANE_TOKENS
         while start < num_tokens:
             send_plane(
-                ids_ptr, weights_ptr, buffer_ptrs, report_ptr, rank, num_tokens, start, ROUND, PLANE_TOKENS, K_BLOCK
-            )
+                ids_ptr, weights_ptr, buffer_ptrs, report_ptr, message_ptr, rank, num_tokens, start, ROUND,
+                PLANE_TOKENS, K_BLOCK,
+            )  # fmt: skip
             start += tl.num_programs(0) * PLANE_TOKENS
         # Backwards, since the first programs had planes to send.
         token = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -172,10 +213,20 @@ def send_tokens_kernel(
             owners = owner_of(tl.load(ids_row + ks, mask=ks < ROUND.TOP_K, other=-1), ROUND)
             slot = rank.to(tl.int64) * ROUND.MAX_TOKENS + token
             x_row = x_ptr + token.to(tl.int64) * x_row_stride
-            send_record(x_row, buffer_ptrs, rank, slot, owners, ROUND, LAYOUT)
+            if ROUND.MEMBERS:
+                owners = tl.where(is_near(owners, rank, ROUND), owners, -1)
+                message = message_ptr.to(tl.int64) + ROUND.MESSAGE_RECORDS + token.to(tl.int64) * LAYOUT.ROW_BYTES
+                send_record(x_row, buffer_ptrs, rank, slot, owners, message, ROUND, LAYOUT)
+            else:
+                send_record(x_row, buffer_ptrs, rank, slot, owners, None, ROUND, LAYOUT)
             token += tl.num_programs(0)
         if arrive(control_ptr, ROUND, LAUNCH):
             epoch = advance(control_ptr + ROUND.EPOCH, 1)
+            if ROUND.MEMBERS:
+                header = message_ptr.to(tl.int64).to(tl.pointer_type(tl.int32))
+                tl.store(header, epoch)
+                tl.store(header + ROUND.TOKENS, num_tokens)
+                tl.store(header + ROUND.DTYPE, dtype_code)
             store_signal_words(buffer_ptrs, rank, ROUND.SIGNALS, ROUND.TOKENS, num_tokens, ROUND, LAUNCH)
             store_signal_words(buffer_ptrs, rank, ROUND.SIGNALS, ROUND.DTYPE, dtype_code, ROUND, LAUNCH)
             publish(buffer_ptrs, rank, ROUND.SIGNALS, epoch, ROUND, LAUNCH)
@@ -299,7 +350,7 @@ def _token_sending(lane: Lane, dtype: torch.dtype, num_programs: int | None) -> 
     # blocks it has as many, which takes more where floats are added in pairs.
     one_by_one = lane.wire.name == "int4" and lane.layout.HIDDEN * dtype.itemsize % 16 > 0
     launch = launcher_of(
-        lane, send_tokens_kernel, {"LAYOUT": layout, "PLANE_TOKENS": _PLANE_TOKENS},
+        lane, send_tokens_kernel, {"LAYOUT": layout, "PLANE_TOKENS": PLANE_TOKENS},
         ("x_ptr", "ids_ptr", "weights_ptr"), ("x_row_stride",), ("num_tokens", "dtype_code"),
         num_warps=layout.num_warps, enable_fp_fusion=False,
         **register_limit(device, least=192 if one_by_one else 168 if layout.BLOCKS else 128),

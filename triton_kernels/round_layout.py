@@ -76,6 +76,7 @@ class RoundLayout(SignalLayout):
     NUM_BYTES: int
     INVARIANT: bool = False
     WEIGHT_GRADS: int = 0  # byte offset of float32 [max_tokens][top_k] at home, or 0: none travel
+    MEMBERS: int = 0  # of Triton's kernels: ranks of each of several hosts, one behind the other; 0: there is one host
     TOKENS: int = SIGNAL_TOKENS
     DTYPE: int = SIGNAL_DTYPE
     END: int = SIGNAL_END
@@ -151,6 +152,21 @@ class RoundLayout(SignalLayout):
             WEIGHT_GRADS=grads if weight_grads else 0,
         )
 
+    # Byte offsets in the message of all of a rank's tokens to other hosts, behind the words of a dispatch line: ids
+    # and weights [max_tokens][top_k], and records, one behind the other.
+
+    @property
+    def MESSAGE_IDS(self) -> int:  # named as kernels have it
+        return _ALIGNMENT
+
+    @property
+    def MESSAGE_WEIGHTS(self) -> int:
+        return self.MESSAGE_IDS + self.MAX_TOKENS * self.TOP_K * 4
+
+    @property
+    def MESSAGE_RECORDS(self) -> int:
+        return _aligned(self.MESSAGE_WEIGHTS + self.MAX_TOKENS * self.TOP_K * 4)
+
     @property
     def chunk(self) -> int:
         """Tokens, of one source, that one program routes: so many that few tokens still have many programs."""
@@ -181,7 +197,8 @@ class Lane(End):
         scratch: int32 [chunks, local experts], what routing notes for itself.
         seen: int64 [world], zero at first, what the CPU's kernels found out about storing at each rank.
         home_ptrs: int64 [world], where each rank's sums come home: an address from which SUMS and WEIGHT_GRADS count.
-            It is `buffer_ptrs`, where they come home to the rank itself. Only the CPU's kernels look at it.
+            It is `buffer_ptrs`, where they come home to the rank itself.
+        message: int8 [bytes], what other hosts get of Triton's kernels, if there are any.
         tokens_dtype: of the tokens, as dispatch lines name it, where rows that are sent here have another; else None.
     """
 
@@ -197,6 +214,7 @@ class Lane(End):
     scratch: torch.Tensor
     seen: torch.Tensor
     home_ptrs: torch.Tensor
+    message: torch.Tensor | None = None
     tokens_dtype: torch.dtype | None = None
 
     @classmethod
@@ -231,6 +249,8 @@ class Lane(End):
     def arguments(self) -> dict[str, Any]:
         """See `End`."""
         return super().arguments() | {
+            "home_ptrs": self.home_ptrs,
+            "message_ptr": self.message,
             "index_ptr": self.index,
             "num_rows": self.index.shape[0],
             "expert_counts_ptr": self.expert_counts,

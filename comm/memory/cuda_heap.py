@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from thinwire.comm.hosts import VARIABLE
 from thinwire.comm.memory.heap import Heap
@@ -38,8 +40,6 @@ class CudaHeap(Heap):
         from torch.distributed import _symmetric_memory
 
         device = self.comm.device
-        if len(self.ranks) < self.comm.size:
-            raise TransportUnavailable(f"torch maps the memory of all {self.comm.size} ranks or of none")
         backend = _symmetric_memory.get_backend(device)
         if backend != "CUDA":
             raise TransportUnavailable(
@@ -64,7 +64,7 @@ class CudaHeap(Heap):
 
         own = facts[self.comm.rank]
         for peer, gpu in enumerate(facts):
-            if peer != self.comm.rank:
+            if peer != self.comm.rank and peer in self.ranks:
                 why = _why_out_of_reach(own, gpu)
                 if why is not None:
                     raise TransportUnavailable(f"rank {self.comm.rank} cannot map the memory of rank {peer}: {why}")
@@ -78,13 +78,20 @@ class CudaHeap(Heap):
         from torch.distributed import _symmetric_memory
 
         assert self.local is not None
-        handle = _symmetric_memory.rendezvous(self.local, self.comm.group)
+        comm, group = self.comm, self.comm.group
+        if len(self.ranks) < comm.size:
+            # Only the members make it, for its store: torch would split NCCL's communicator with all ranks.
+            everyone = dist.get_process_group_ranks(group)
+            members, limit = [everyone[rank] for rank in self.ranks], timedelta(seconds=comm.timeout)
+            group = dist.new_group(members, timeout=limit, backend="gloo", use_local_synchronization=True)
+        handle = _symmetric_memory.rendezvous(self.local, group)
         self.mappings = [handle]
-        buffer_ptrs = [int(base) for base in handle.buffer_ptrs]
-        for peer, base in enumerate(buffer_ptrs):
+        buffer_ptrs = [self.local.data_ptr()] * comm.size
+        for peer, base in zip(self.ranks, handle.buffer_ptrs, strict=True):
+            buffer_ptrs[peer] = int(base)
             if not base:
                 raise TransportUnavailable(
-                    f"rank {self.comm.rank} cannot map the memory of rank {peer}: torch gave no address"
+                    f"rank {comm.rank} cannot map the memory of rank {peer}: torch gave no address"
                 )
         if buffer_ptrs[self.comm.rank] != self.local.data_ptr():
             raise TransportUnavailable(

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -581,6 +582,22 @@ def test_what_torch_maps_is_checked(monkeypatch):
             heap.attach([])
     monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda *_: SimpleNamespace(buffer_ptrs=[own, 4, 5]))
     assert heap.attach([]) == [own, 4, 5]
+
+
+def test_the_gpus_of_one_host_map_each_other_alone(three_gpus, monkeypatch):
+    heap, asked = rank_on_gpu(2), []
+    heap.ranks, heap.comm.timeout, heap.comm.group = (0, 2), 30.0, "the group"
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: 1 not in (a, b))
+    with pytest.raises(RuntimeError, match="device type cuda"):  # rank 1 is not asked for, and there is no GPU
+        heap.create(GPUS)
+    heap.local = torch.zeros(4096, dtype=torch.uint8)
+    own = heap.local.data_ptr()
+    monkeypatch.setattr(cuda_heap.dist, "get_process_group_ranks", lambda _: [7, 8, 9])
+    monkeypatch.setattr(cuda_heap.dist, "new_group", lambda *given, **more: asked.append((given, more)) or "a new one")
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda *_: SimpleNamespace(buffer_ptrs=[5, own]))
+    assert heap.attach([]) == [5, own, own]
+    ((given, more),) = asked
+    assert given == ([7, 9],) and more["timeout"] == timedelta(seconds=30) and more["use_local_synchronization"]
 
 
 def test_another_backend_of_torch_is_refused(monkeypatch):

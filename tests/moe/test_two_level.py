@@ -18,7 +18,7 @@ from thinwire import ExpertParallel
 from thinwire.comm import Communicator
 from thinwire.comm.hosts import Hosts, forwarder, hosts_of
 from thinwire.errors import CapacityError, LaneError, PeerTimeout, TransportUnavailable
-from thinwire.moe.two_level import served_by
+from thinwire.moe.two_level_lanes import served_by
 from thinwire.testing import RankError, run_ranks
 
 pytest.importorskip("numba", reason="CPU ranks need numba")
@@ -34,26 +34,29 @@ SEEN = (
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _batch(rank: int, number: int, dtype: torch.dtype) -> Batch:
+def batch(rank: int, number: int, dtype: torch.dtype, sizes: tuple[int, int, int, int] = SIZES) -> Batch:
     """Some ids are missing or repeat; ranks have different numbers of tokens, one none."""
     generator = torch.Generator().manual_seed(100 * number + rank)
-    count = (TOKENS, 7, 0, 23)[(number + rank) % 4]
-    ids = torch.randint(-1, EXPERTS, (count, TOP_K), generator=generator)
-    x = torch.randn(count, HIDDEN, generator=generator).to(dtype)
-    return x, ids, torch.rand(count, TOP_K, generator=generator)
+    experts, top_k, hidden, most = sizes
+    count = (most, most // 6, 0, most // 2 + 3)[(number + rank) % 4]
+    ids = torch.randint(-1, experts, (count, top_k), generator=generator)
+    x = torch.randn(count, hidden, generator=generator).to(dtype)
+    return x, ids, torch.rand(count, top_k, generator=generator)
 
 
-def _as_on_one_level(comm: Communicator, hosts: Hosts, wire: str, dtype: torch.dtype) -> list[list[float]]:
+def as_on_one_level(
+    comm: Communicator, hosts: Hosts, wire: str, dtype: torch.dtype, sizes: tuple[int, int, int, int] = SIZES
+) -> list[list[float]]:
     """Of what comes home, by experts whose outputs are random: squared errors on one level and two, and the norm."""
     two, figures = on_hosts(comm, hosts), []
     with (
-        ExpertParallel(comm, *SIZES, wire="none", transport="direct") as exact,
-        ExpertParallel(comm, *SIZES, wire=wire, transport="direct") as one_level,
-        ExpertParallel(two, *SIZES, wire=wire, transport="two_level") as ep,
+        ExpertParallel(comm, *sizes, wire="none", transport="direct") as exact,
+        ExpertParallel(comm, *sizes, wire=wire, transport="direct") as one_level,
+        ExpertParallel(two, *sizes, wire=wire, transport="two_level") as ep,
     ):
         assert ep.transport == "two_level"
         for number in range(4):
-            x, ids, weights = _batch(comm.rank, number, dtype)
+            x, ids, weights = batch(comm.rank, number, dtype, sizes)
             d, expected = ep.dispatch(x, ids, weights), one_level.dispatch(x, ids, weights)
             for name in SEEN:
                 seen, on_one = getattr(d, name), getattr(expected, name)
@@ -73,7 +76,7 @@ def _as_on_one_level(comm: Communicator, hosts: Hosts, wire: str, dtype: torch.d
 
 def _errors(size: int, hosts: Hosts, wire: str, dtype: torch.dtype) -> tuple[float, float]:
     """Relative to the norm, over all ranks' rounds: on one level, and on two."""
-    ranks = run_ranks(_as_on_one_level, size, hosts, wire, dtype, mode="thread", timeout=200)
+    ranks = run_ranks(as_on_one_level, size, hosts, wire, dtype, mode="thread", timeout=200)
     one, two, norm = torch.tensor(ranks).sum((0, 1)).sqrt().tolist()
     return one / norm, two / norm
 
@@ -135,7 +138,7 @@ def _records_of_experts(comm: Communicator) -> None:
         for weighted in (False, True):
             homes = []
             for quantised in (False, True):
-                d = ep.dispatch(*_batch(comm.rank, 1, torch.bfloat16))
+                d = ep.dispatch(*batch(comm.rank, 1, torch.bfloat16))
                 rows = quantize(torch.sin((d.records if weighted else d.tokens).float()), "int8")
                 given = rows if quantised else dequantize(rows, torch.float32)
                 homes.append(ep.combine(given, d, weighted=weighted))
@@ -181,7 +184,7 @@ def test_what_cannot_take_two_levels_says_why() -> None:
 def _named_hosts(comm: Communicator, names: str) -> tuple[Hosts, str]:
     os.environ["THINWIRE_HOST"] = names[comm.rank]
     with comm.split(groups=[range(comm.size)]) as own, ExpertParallel(own, *SIZES, wire="none") as ep:
-        x, ids, weights = _batch(comm.rank, 0, torch.float32)
+        x, ids, weights = batch(comm.rank, 0, torch.float32)
         d = ep.dispatch(x, ids, weights)
         ep.combine(d.tokens, d)
         return own.hosts, ep.transport
@@ -217,7 +220,7 @@ def _hostile_messages(comm: Communicator) -> None:
 
         for number in range(6):
             ep._assembly.rounds._forward = spoilt if number % 2 else forward  # type: ignore[attr-defined]
-            d = ep.dispatch(*_batch(comm.rank, number, torch.bfloat16))
+            d = ep.dispatch(*batch(comm.rank, number, torch.bfloat16))
             y = ep.combine(d.tokens, d)
             assert number % 2 or torch.isfinite(y).all()
 
@@ -231,15 +234,15 @@ def _rebuilt(comm: Communicator) -> str:
     two = on_hosts(Communicator(comm.group, timeout=2.0), TWO_BY_TWO)
     ep = ExpertParallel(two, *SIZES, wire="int8")
     assert ep.transport == "two_level"
-    batch = _batch(comm.rank, 0, torch.bfloat16)
-    ep.combine(ep.dispatch(*batch).tokens, ep._assembly.rounds.open_rounds[0])  # type: ignore[arg-type]
+    mine = batch(comm.rank, 0, torch.bfloat16)
+    ep.combine(ep.dispatch(*mine).tokens, ep._assembly.rounds.open_rounds[0])  # type: ignore[arg-type]
     if comm.rank >= 2:
         return ""
     with pytest.raises(PeerTimeout) as caught:
-        ep.dispatch(*batch)
+        ep.dispatch(*mine)
     assert caught.value.ranks == (2, 3), caught.value
     ep.rebuild()
-    d = ep.dispatch(*batch)
+    d = ep.dispatch(*mine)
     ep.combine(d.tokens, d)
     assert ep.comm.hosts == ((0, 1),)
     return ep.transport
@@ -253,16 +256,16 @@ def _closed_in_its_wait(comm: Communicator, leg: str) -> None:
     """A signal handler closes what waits for the network, or for the parts of its host."""
     two = on_hosts(Communicator(comm.group, timeout=3.0), TWO_BY_TWO)
     ep = ExpertParallel(two, *SIZES, wire="int8")
-    batch = _batch(0, 0, torch.bfloat16)
-    d = ep.dispatch(*batch)
+    mine = batch(0, 0, torch.bfloat16)
+    d = ep.dispatch(*mine)
     ep.combine(d.tokens, d)
     if leg == "combine":
-        d = ep.dispatch(*batch)
+        d = ep.dispatch(*mine)
     if comm.rank != 1:
         signal.signal(signal.SIGALRM, lambda *_: ep.close())
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises((LaneError, PeerTimeout)):
-            ep.combine(d.tokens, d) if leg == "combine" else ep.dispatch(*batch)
+            ep.combine(d.tokens, d) if leg == "combine" else ep.dispatch(*mine)
     elif leg == "dispatch":  # in which its partner waits for its records
 
         def late(*arguments: object) -> None:
@@ -272,7 +275,7 @@ def _closed_in_its_wait(comm: Communicator, leg: str) -> None:
         config = ep._assembly.rounds.config
         backend = config.dispatch_backend
         config.__dict__["dispatch_backend"] = replace(backend, pack_rows=late)
-        ep.dispatch(*batch)  # to which all have sent their part
+        ep.dispatch(*mine)  # to which all have sent their part
     with contextlib.suppress(PeerTimeout):
         two.barrier()
 
@@ -287,19 +290,19 @@ def _hung(comm: Communicator, where: str) -> tuple[int, ...]:
     """Rank 0 hangs before it forwards, or before it combines, and lives."""
     hosts = ((0, 1, 2), (3, 4, 5))
     ep = ExpertParallel(on_hosts(Communicator(comm.group, timeout=2.0), hosts), *SIZES, wire="int8")
-    d = ep.dispatch(*_batch(comm.rank, 0, torch.bfloat16))
+    d = ep.dispatch(*batch(comm.rank, 0, torch.bfloat16))
     ep.combine(d.tokens, d)
     if comm.rank == 0:
         if where == "forward":
             ep._assembly.rounds._forward = lambda *_: time.sleep(12)  # type: ignore[attr-defined]
             with pytest.raises(TypeError):  # as it gives nothing
-                ep.dispatch(*_batch(comm.rank, 1, torch.bfloat16))
+                ep.dispatch(*batch(comm.rank, 1, torch.bfloat16))
         else:
-            ep.dispatch(*_batch(comm.rank, 1, torch.bfloat16))
+            ep.dispatch(*batch(comm.rank, 1, torch.bfloat16))
             time.sleep(12)
         return (0,)
     with pytest.raises(PeerTimeout) as caught:
-        d = ep.dispatch(*_batch(comm.rank, 1, torch.bfloat16))
+        d = ep.dispatch(*batch(comm.rank, 1, torch.bfloat16))
         ep.combine(d.tokens, d)
     return caught.value.ranks
 
@@ -317,11 +320,11 @@ def _abandoned(comm: Communicator) -> None:
         ExpertParallel(comm, *SIZES, wire="none", transport="direct") as one_level,
         ExpertParallel(on_hosts(comm, TWO_BY_TWO), *SIZES, wire="none", transport="two_level") as ep,
     ):
-        batch = _batch(comm.rank, 0, torch.float32)
+        mine = batch(comm.rank, 0, torch.float32)
         for number in range(3):
             homes = []
             for each in (one_level, ep):
-                d = each.dispatch(*batch)
+                d = each.dispatch(*mine)
                 if number == 1 and comm.rank == 1:
                     d.abandon()
                 else:

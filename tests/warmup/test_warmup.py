@@ -241,6 +241,7 @@ def test_a_round_after_it_compiles_nothing_and_before_it_everything(tmp_path: Pa
         (["--heap", "disk"], "heap is 'disk', expected one of cuda, posix, threads"),
         (["--heap", "posix", "--arch", "sm_90"], "arch is sm_90 and heap posix, which is for CPU ranks"),
         (["--arch", "sm_90", "--int8-experts", "64", "--wire", "int4"], "cannot be multiplied in int8"),
+        (["--arch", "sm_90", "--transport", "two_level"], "two levels compile at their first call"),
     ],
     ids=str,
 )

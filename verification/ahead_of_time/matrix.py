@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,8 +21,10 @@ from thinwire.errors import TransportUnavailable
 from thinwire.fused.backend import require_wire_support
 from thinwire.fused.channel import channel_layout
 from thinwire.fused.collective import collective_layout
+from thinwire.moe.two_level_lanes import EXACT
 from thinwire.triton_kernels import all_to_all_v, checksum, collective, combine, dispatch, pack, permute, sums
 from thinwire.triton_kernels.expert_gemm import INNER_WIRE, expert_gemm
+from thinwire.triton_kernels.forward import forward_tokens
 from thinwire.triton_kernels.int8_weights import Int8Weights
 from thinwire.triton_kernels.leg_layout import (
     ALL_GATHER,
@@ -47,6 +49,8 @@ from verification.ahead_of_time.harness import (
 
 CODEC_KERNELS = ("quantize", "dequantize", "pack", "unpack", "pack_weighted_sums", "sum_records")
 ROUND_KERNELS = ("send_tokens", "gather", "send_sums", "sum_home")
+#: Of a round over two levels: `send_tokens` that leaves a message for other hosts, and sums of floats.
+TWO_LEVEL_KERNELS = ("send_message", "forward_tokens", "send_floats", "sum_floats")
 #: Of the direct all-to-all-v: the first pieces with their header, and a piece of the ring, which is given back.
 CHANNEL_KERNELS = ("send_rows", "recv_rows")
 #: Of the direct collectives. `reduce` gives its sums to a tensor, `reduce_and_send_to_all` to all ranks.
@@ -69,7 +73,7 @@ CONTROL_KERNELS += ("wait_headers", "wait_room", "wait_pieces", *COPIERS)
 DIVIDER = "note"
 #: Kernels that signal peers once.
 PUBLISHERS = ("send_tokens", "send_sums", "close_round", *CHANNEL_KERNELS, *COPIERS)
-PUBLISHERS += ("scatter", "send_to_all", "reduce_and_send_to_all")
+PUBLISHERS += ("scatter", "send_to_all", "reduce_and_send_to_all", "send_message", "forward_tokens", "send_floats")
 #: Of the collectives, those that read records.
 RECEIVERS = ("reduce", "reduce_and_send_to_all", "gather_recv")
 HIDDEN_SIZES = (2048, 5121, 7168)
@@ -112,7 +116,7 @@ def cases() -> Iterator[Case]:
         for wire in BLOCK_TARGETS if kernel not in ("pack", "unpack") else ():
             for target in BLOCK_TARGETS[wire]:
                 yield Case(kernel, wire, sizes[-1], target)
-    for kernel in CONTROL_KERNELS:
+    for kernel in (*CONTROL_KERNELS, *TWO_LEVEL_KERNELS):
         for target in TARGETS:
             yield Case(kernel, "int8", 7168, target)
     for kernel in EXPERT_KERNELS:
@@ -139,6 +143,10 @@ def _round_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...]
     lane = make_lanes(
         8, 256, top_k, case.hidden, tokens, case.wire, weight_grads=case.backward, invariant=case.invariant
     )[0]
+    if case.kernel in TWO_LEVEL_KERNELS:
+        layout = replace(lane.layout, MEMBERS=4, SUM_BYTES=EXACT.row_bytes(case.hidden, torch.float32))
+        message = torch.empty(layout.MESSAGE_RECORDS, dtype=torch.int8)
+        lane = replace(lane, layout=layout, message=message, combine_wire=EXACT)
     ids = torch.zeros(tokens, top_k, dtype=torch.int64)
     out = _expert_rows(case, x)
     sends = lane, out, x.dtype, None, lane.weights if case.backward else None, case.rows == "as they are"
@@ -152,6 +160,10 @@ def _round_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...]
         "close_round": (dispatch.close_round, (lane,), 0),
         "wait_combine": (dispatch.wait, (lane, COMBINE, 30.0, 1.0), 0),
         "sum_home": (combine.sum_home, (lane, x, ids.float() if case.backward else None), 0),
+        "send_message": (dispatch.send_tokens, (lane, x, ids, ids.float()), 0),
+        "forward_tokens": (forward_tokens, (lane, lane.message, 4, x.dtype), 0),
+        "send_floats": (combine.send_sums, (lane, x, torch.float32), 0),
+        "sum_floats": (combine.sum_home, (lane, x.float()), 0),
     }[case.kernel]
 
 
@@ -228,7 +240,7 @@ def _launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]
         return _expert_launcher(case)
     if case.kernel in (*COLLECTIVE_KERNELS, *LEG_WAITS):
         return _collective_launcher(case)
-    if case.kernel in (*ROUND_KERNELS, *ROUND_CONTROL_KERNELS):
+    if case.kernel in (*ROUND_KERNELS, *ROUND_CONTROL_KERNELS, *TWO_LEVEL_KERNELS):
         return _round_launcher(case)
     if case.kernel == "checksums":
         octets = torch.empty(5 * case.hidden, dtype=torch.uint8)

@@ -24,6 +24,7 @@ from verification.ahead_of_time.matrix import (
     LEG_WAITS,
     PUBLISHERS,
     RECORD_KERNELS,
+    TWO_LEVEL_KERNELS,
     Case,
     check,
     check_signals,
@@ -45,6 +46,17 @@ def test_int8_kernels_neither_spill_nor_fuse_and_move_wide_words(kernel: str, ta
     case = Case(kernel, "int8", _row_length(kernel), target)
     report = compile_case(case)
     assert not check(case, report), report
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("wire", ["int8", "none"])
+@pytest.mark.parametrize("kernel", TWO_LEVEL_KERNELS)
+def test_kernels_of_two_levels_do_not_spill_either(kernel: str, wire: str, target: str) -> None:
+    case = Case(kernel, wire, 7168, target)
+    report = compile_case(case)
+    assert not check(case, report), report
+    assert not (kernel in PUBLISHERS and target.startswith("sm_") and check_signals(case))
 
 
 @pytest.mark.parametrize("target", exhaustive_but(["sm_90"], ["sm_80", "sm_90", "sm_100", "gfx942"]))

@@ -112,7 +112,7 @@ class Device:
         self._any_order = warps == "any order"
         self._random = random.Random(seed)
         self._now = 0
-        self._queue: list[tuple[int, _Prepared | Callable[[], None]]] = []
+        self._queue: list[tuple[int, _Prepared | Callable[[], Iterator[None] | None]]] = []
 
     def register(self, name: str, tensor: torch.Tensor) -> None:
         """Lets kernels reach a tensor's memory, and names it in messages. Arguments of launches need not be."""
@@ -139,8 +139,8 @@ class Device:
         with mock.patch.object(JITFunction, "run", run):
             yield
 
-    def call(self, function: Callable[[], None]) -> None:
-        """Queues what the host, or somebody else's kernel, does between launches of this rank."""
+    def call(self, function: Callable[[], Iterator[None] | None]) -> None:
+        """Queues what the host, or somebody else's kernel, does between launches of this rank, maybe in turns."""
         self._queue.append((self.rank, function))
 
     def launch(
@@ -183,7 +183,7 @@ class Device:
         self._now += self.clock_step
         return self._now
 
-    def _run(self, launches: list[tuple[int, _Prepared | Callable[[], None]]]) -> None:
+    def _run(self, launches: list[tuple[int, _Prepared | Callable[[], Iterator[None] | None]]]) -> None:
         if self.races is not None:
             self.races.memory.resize(self.memory.size)
             for rank, launch in launches:
@@ -202,11 +202,11 @@ class Device:
                 if next(stream, self) is self:
                     streams.remove(stream)
 
-    def _stream(self, rank: int, launches: list[_Prepared | Callable[[], None]]) -> Iterator[None]:
+    def _stream(self, rank: int, launches: list[_Prepared | Callable[[], Iterator[None] | None]]) -> Iterator[None]:
         """A rank's launches; its turns are those of its programs."""
         for launch in launches:
             if not isinstance(launch, _Prepared):
-                launch()
+                yield from launch() or ()
                 continue
             self.launches[launch.program.name] += 1
             clocks = None

@@ -32,6 +32,7 @@ from verification.ptx.device import Device
 from verification.ptx.errors import PtxError
 from verification.ptx.mutations import Mutation, is_site, mutations_of
 from verification.ptx.program import parse
+from verification.ptx.rails import RailedRounds
 from verification.ptx.rounds import Rounds
 
 #: What takes away nothing, and why: the first that fits. None is left out of the kernels, as the argument of
@@ -61,6 +62,13 @@ def _round(device: Device) -> Callable[[], None]:
     rounds = Rounds.of(device, 2, hidden=32, max_tokens=2)
     rounds.queue(counts=(2, 2))
     rounds.queue(closing=(1,), counts=(2, 1))
+    return rounds.check
+
+
+def _round_over_two_levels(device: Device) -> Callable[[], None]:
+    rounds = RailedRounds.on_hosts(device, ((0, 1), (2, 3)), num_experts=4, top_k=2, hidden=32, max_tokens=2)
+    rounds.queue(counts=(2, 1, 0, 2))
+    rounds.queue(closing=(1,), counts=(2, 2, 2, 1))
     return rounds.check
 
 
@@ -131,6 +139,7 @@ SCENARIOS: dict[str, tuple[int, Scenario]] = {
     "round": (2, _round),
     "round of long rows": (2, _round_of_long_rows),
     "round of a lost rank": (3, _lost_round),
+    "round over two levels": (4, _round_over_two_levels),
     "collectives": (2, _collectives),
     "collective of a late rank": (2, _late_collective),
     "collective of a lost rank": (3, _lost_collective),

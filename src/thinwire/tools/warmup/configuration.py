@@ -96,6 +96,10 @@ class Configuration:
         why = settings.why_staged(self.ranks)
         if why is not None and settings.transport == "direct":
             raise TransportUnavailable(f"ExpertParallel cannot take the direct transport: {why}")
+        if settings.transport == "two_level":
+            raise TransportUnavailable(
+                "which ranks share a host is not known here: two levels compile at their first call"
+            )
         if target.backend == "cuda":
             for wire in (settings.wire, settings.combine_wire, settings.grad_wire):
                 require_wire_support(wire, divmod(int(target.arch), 10))
