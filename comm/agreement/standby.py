@@ -37,8 +37,16 @@ _T = TypeVar("_T")
 
 QUORUMS = ("any", "majority")
 
+#: Seconds, beyond its timeout, for which a rank that finds nobody waits for a second one. A broken connection tells it
+#: of a death at once; the others may wait for a flag until their time is up. They come later by their own lag, half a
+#: second at most, by the quarter of one that they give others before they vote, and by a look of theirs and one here.
+#: Half a second for the vote still fits, for a call that is to end within the timeout and two seconds.
+_WITNESS_SECONDS = 1.0
 _MORE_SECONDS = 5.0  # at most, for a vote whose time is up while ranks still come
 _SILENT_SECONDS = 1.0  # until a process is asked again that has left several requests unanswered
+#: The same of a host that is out of reach. As each request takes that long, too, a rank spends half of a vote on them,
+#: has its looks in time, and still finds soon that a link is back.
+_OUT_OF_REACH_SECONDS = CONNECT_SECONDS
 _PATIENCE_SECONDS = 2.0  # with the host of a meeting, which may be busy, or behind a link that comes back
 _MOST_THREADS = 16
 _MOST_REASON = 150  # characters, which take up to 12 bytes each
@@ -61,7 +69,7 @@ class Standby:
         addresses: of each rank's boards.
         token: the name of its boards, which only the ranks are told.
         own: this process's boards, if it has some.
-        timeout: seconds for which a rank that finds nobody waits for another one.
+        timeout: seconds for which a rank that finds nobody waits for another one, and one more.
         quorum: see `Communicator`.
 
     Attributes:
@@ -79,7 +87,7 @@ class Standby:
         self._missed: set[int] = set()  # by this rank
         self._told: set[int] = set()  # who was lost by verdicts so far
         self._ended: set[int] = set()  # processes
-        self._stopped: dict[int, tuple[int, float]] = {}  # requests that were not answered, and when to ask again
+        self._silent: dict[int, tuple[int, float]] = {}  # requests that were not answered, and when to ask again
 
     @classmethod
     def open(
@@ -114,14 +122,14 @@ class Standby:
     def agree(self, suspects: Iterable[int]) -> Verdict:
         """What the ranks agree on, of which some miss others; each calls it with those that it misses.
 
-        Lost is whose process has ended, and who was missed by one of them and is not among them. Without any suspects
-        this rank says that it is there, and concludes nothing. The first verdict holds for all that come later, unless
-        a stronger one was made where they could not see it.
+        Lost is whose process has ended, and who was missed by one of them and is not among them. While none of those
+        who came misses anybody, this rank says that it is there, and concludes nothing. The first verdict holds for all
+        that come later, unless a stronger one was made where they could not see it.
         """
         if not self.can_agree:
             return Verdict((), f"who is lost is not known, as {self._reason()}")
         self._missed |= {*suspects}
-        lost = self._settle(self._timeout if self._missed else 0.0)
+        lost = self._settle(self._timeout + _WITNESS_SECONDS if self._missed else 0.0)
         self._told |= {*(lost or ())}
         return Verdict((), self._alone()) if lost is None else verdict_at(self.rank, lost)
 
@@ -169,7 +177,7 @@ class Standby:
             if is_over or len(reports.keys() | self._ended) == self.size:
                 missed = {rank for report in reports.values() for rank in report}
                 lost = sorted((missed | self._ended) - reports.keys())
-                may_conclude = self._are_enough(reports) and (self._missed or limit > 0)
+                may_conclude = self._are_enough(reports) and (missed or limit > 0)
                 if may_conclude and (known is None or len(lost) < len(known)):
                     with contextlib.suppress(Unanswered):  # it has ended just now
                         if all(f"missed/{rank}" not in self._pin(host) for rank in lost):  # nor while others were asked
@@ -291,11 +299,12 @@ class Standby:
         except Gone:
             self._ended.add(rank)
             raise
-        except Stopped:
-            unanswered = self._stopped.get(rank, (0, 0.0))[0] + 1
-            self._stopped[rank] = unanswered, time.monotonic() + _SILENT_SECONDS * (unanswered > 1)
+        except Unanswered as error:
+            unanswered = self._silent.get(rank, (0, 0.0))[0] + 1
+            pause = _SILENT_SECONDS if isinstance(error, Stopped) else _OUT_OF_REACH_SECONDS
+            self._silent[rank] = unanswered, time.monotonic() + pause * (unanswered > 1)
             raise
-        self._stopped.pop(rank, None)
+        self._silent.pop(rank, None)
         return notes
 
     def _pin_patiently(self, rank: int, key: str = "", note: Iterable[int] = ()) -> Notes:
@@ -313,7 +322,7 @@ class Standby:
         """The boards of those that answer, in ascending rank; who has ended is known then."""
         now = time.monotonic()
         asked = [
-            rank for rank in sorted({*ranks} - self._ended - {self.rank}) if self._stopped.get(rank, (0, 0.0))[1] <= now
+            rank for rank in sorted({*ranks} - self._ended - {self.rank}) if self._silent.get(rank, (0, 0.0))[1] <= now
         ]
 
         def ask(rank: int) -> Notes | None:

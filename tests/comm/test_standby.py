@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from thinwire.comm.agreement import boards, standby
-from thinwire.comm.agreement.boards import LOST, Address, Boards, Notes, Unanswered
+from thinwire.comm.agreement.boards import CONNECT_SECONDS, LOST, Address, Boards, Notes, Unanswered
 from thinwire.comm.agreement.standby import Standby
 from thinwire.comm.shaped_json import decode
 from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
@@ -223,6 +223,31 @@ def test_a_rank_that_is_late_by_more_than_the_others_wait_is_no_reason_to_go_on_
     assert vote([first, second], [[1, 2], [2]], pause=1.5) == [(2,), (2,)]
 
 
+def test_who_heard_of_a_death_at_once_waits_for_a_rank_that_hears_of_it_when_its_time_is_up() -> None:
+    """That one began to wait later, and gives the others some grace before it votes."""
+    first, second, third = Linked.several(3, timeout=0.5)
+    third.cut = frozenset({0, 1})
+    first.cut = second.cut = frozenset({2})
+    assert vote([first, second], [[2], [2]], pause=0.9) == [(2,), (2,)]
+
+
+def test_hosts_out_of_reach_do_not_draw_out_a_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request takes as long as a connection may, and a vote needs some looks at who has come."""
+    ranks, reach = Linked.several(4), boards.ask
+    far = [rank._addresses[rank.rank] for rank in ranks[:2]]
+
+    def ask(address: Address, *arguments: Any) -> Notes:
+        if address not in far:
+            return reach(address, *arguments)
+        time.sleep(CONNECT_SECONDS)
+        raise Unanswered("timed out")
+
+    monkeypatch.setattr(boards, "ask", ask)
+    begin = time.monotonic()
+    assert vote(ranks[2:], [[0, 1]] * 2) == [(0, 1)] * 2
+    assert time.monotonic() - begin < 1.8, "as calls end within the timeout and two seconds"
+
+
 def test_of_two_verdicts_that_cross_the_stronger_holds_on_all_that_learn_of_it(no_letters: None) -> None:
     """More ranks, or else the lowest."""
     for parts in ([[0, 1], [2, 3, 4]], [[0, 1], [2, 3]]):
@@ -320,6 +345,13 @@ def test_who_has_given_up_and_misses_nobody_makes_no_verdict() -> None:
     assert first.agree([]).ranks == ()
     end(first)
     assert second.agree([0]).ranks == (0,)
+
+
+def test_who_misses_nobody_and_meets_one_that_does_learns_who_is_lost() -> None:
+    """Its own half second begins first, and is over first."""
+    first, second, _, last = Linked.several(4)
+    end(last)
+    assert vote([second, first], [[3], []], pause=0.3) == [(3,)] * 2
 
 
 def test_a_quorum_is_one_of_two() -> None:
