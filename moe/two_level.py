@@ -8,8 +8,10 @@ among them, quantised like the others.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -26,7 +28,7 @@ from thinwire.moe.plan import SendPlan, merge_repeated_experts, owners
 from thinwire.moe.round_transport import left_open
 from thinwire.moe.staged import StagedRounds
 from thinwire.moe.two_level_lanes import EXACT, TwoLevelLanes, TwoLevelRound
-from thinwire.triton_kernels.cpu import combine
+from thinwire.triton_kernels.cpu import combine, dispatch
 from thinwire.triton_kernels.round_layout import (
     ABANDONED,
     COMBINE,
@@ -138,16 +140,26 @@ class TwoLevelRounds(TwoLevelLanes):
         def end() -> Dispatched:
             self.require_not_closed()
             held = self.memory.held()
-            arrived = exchange.wait()
-            self.require_not_closed()
-            phase("forward")
             of_host = home.tokens[sum(home.counts[: comm.rank]) :][: home.counts[comm.rank]]
             passage = _Passage(x.dtype, home, counts, {comm.rank: of_host}, {comm.rank: local[of_host]})
-            for rank, messages in zip(range(comm.size), arrived.split(counts), strict=True):
-                if rank in self.served[1:]:
-                    passage.tokens[rank], passage.ids[rank] = self._forward(
-                        ends.records[rank], messages, row_bytes, tag
-                    )
+            messages, waiting = dense_segments(counts).cut(exchange.received), self.served[1:]
+            layout, of_a_rank = ends.sums.layout, config.max_tokens * config.top_k
+            planes = ends.sums.buffer[layout.IDS : layout.WEIGHTS].view(torch.int32)
+            for rank in waiting:
+                passage.tokens[rank] = of_host.new_empty(counts[rank])
+                passage.ids[rank] = local.new_empty(counts[rank], config.top_k)
+                planes[rank * of_a_rank :][:of_a_rank] = -1  # as some tokens go to other hosts alone
+            for start, stop in chain([(0, 0)], exchange.arrivals()):  # the first for ranks that send nothing
+                self.require_not_closed()
+                phase("forward")
+                piece = slice(start, stop)
+                for rank in waiting:
+                    tokens, own = passage.tokens[rank], ends.records[rank]
+                    tokens[piece], passage.ids[rank][piece] = self._forward(own, messages[rank][piece], row_bytes)
+                    if counts[rank] <= stop:
+                        rows = int(tokens.max()) + 1 if len(tokens) else 0
+                        dispatch.publish_tokens(own, rows, torch.float32, tag)
+                waiting = [rank for rank in waiting if counts[rank] > stop]
             self.passages[lane] = passage
             phase("wait for peers")
             self._wait(lane, DISPATCH)
@@ -158,23 +170,15 @@ class TwoLevelRounds(TwoLevelLanes):
 
         return end
 
-    def _forward(
-        self, end: Lane, messages: torch.Tensor, row_bytes: int, tag: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores a rank's records into this host, and signals in its name. Gives their numbers, and experts here."""
+    def _forward(self, end: Lane, messages: torch.Tensor, row_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores some of a rank's records into this host. Gives their numbers, and experts here."""
         config, words = self.config, messages.view(torch.int32)[:, row_bytes // 4 :]
         # Whatever a peer sent as a number or an id, it is a place, and an expert of this host or none.
         tokens = words[:, 2 * config.top_k].long().clamp_(0, max(config.max_tokens - 1, 0))
         ids, weights = (part.contiguous() for part in words[:, : 2 * config.top_k].split(config.top_k, dim=1))
         known = self._here[owners(ids, config.num_experts, config.comm.size)] & (ids < config.num_experts)
-        ids = torch.where(known, ids, -1)
-        rows, records, all_ids = int(tokens.max()) + 1 if len(tokens) else 0, messages[:, :row_bytes], ids
-        if rows != len(tokens):  # some went to other hosts alone
-            records, all_ids = records.new_empty(rows, row_bytes), ids.new_full((rows, config.top_k), -1)
-            all_weights = weights.new_empty(rows, config.top_k)
-            records[tokens], all_ids[tokens], all_weights[tokens] = messages[:, :row_bytes], ids, weights
-            weights = all_weights
-        self.kernels.send_tokens(end, records.view(torch.float32), all_ids, weights.view(torch.float32), None, tag)
+        ids, records = torch.where(known, ids, -1), messages[:, :row_bytes].view(torch.float32)
+        dispatch.store_tokens_at(end, tokens, records, ids, weights.view(torch.float32))
         return tokens, ids
 
     def refuse(self, lane: int) -> None:
@@ -259,10 +263,11 @@ class TwoLevelRounds(TwoLevelLanes):
             phase("sum and store")
             store(max(1 + int(passage.tokens[rank][last - 1]) for rank, _, last in parts))
             phase("wait for peers")
+            deadline = time.monotonic() + self.wait_seconds(lane)
             came = combine.wait_for_parts(end, self._host, stored, self.wait_seconds(lane))
             self.require_not_closed()
-            if not came:
-                self._wait(lane, COMBINE, 0.0)  # says who is missed
+            if not came:  # in time, or before another rank said that it is stuck: the others have what is left of it
+                self._wait(lane, COMBINE, max(deadline - time.monotonic(), 0.0))  # says who is missed
             phase("sum for other hosts")
             for rank, first, last in parts:
                 sum_up(rank, first, last, records[: last - first])

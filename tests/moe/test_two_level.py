@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from thinwire import ExpertParallel
 from thinwire.comm import Communicator
 from thinwire.comm.hosts import Hosts, forwarder, hosts_of
 from thinwire.errors import CapacityError, LaneError, PeerTimeout, TransportUnavailable
+from thinwire.fused import staged
+from thinwire.moe.two_level import TwoLevelRounds
 from thinwire.moe.two_level_lanes import served_by
 from thinwire.testing import RankError, run_ranks
 
@@ -94,6 +97,19 @@ def test_experts_see_what_they_see_on_one_level(hosts: Hosts, wire: str) -> None
 
 def test_exact_float32_rounds_differ_in_the_order_of_sums_alone() -> None:
     assert _errors(4, TWO_BY_TWO, "none", torch.float32)[1] <= 1e-7
+
+
+def test_no_rank_is_signalled_before_its_last_piece_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = TwoLevelRounds._forward
+
+    def late(rounds: TwoLevelRounds, *piece: Any) -> Any:
+        if rounds.rank == 0:  # rank 1, whose host it is too, has nothing else to wait for
+            time.sleep(0.02)
+        return forward(rounds, *piece)
+
+    monkeypatch.setattr(staged, "PIECE_BYTES", (2048, 4096))  # of 5 records, and of 10
+    monkeypatch.setattr(TwoLevelRounds, "_forward", late)
+    run_ranks(as_on_one_level, 4, TWO_BY_TWO, "int8", torch.bfloat16, mode="thread", timeout=60)
 
 
 def _crossing(comm: Communicator) -> tuple[list[int], list[int], list[int]]:
@@ -213,10 +229,10 @@ def _hostile_messages(comm: Communicator) -> None:
     with ExpertParallel(two, *SIZES, wire="int8", transport="two_level") as ep:
         forward = ep._assembly.rounds._forward  # type: ignore[attr-defined]
 
-        def spoilt(end, messages, row_bytes, tag):  # type: ignore[no-untyped-def]
+        def spoilt(end, messages, row_bytes):  # type: ignore[no-untyped-def]
             generator = torch.Generator().manual_seed(comm.rank)
             messages.copy_(torch.randint(0, 256, messages.shape, dtype=torch.uint8, generator=generator))
-            return forward(end, messages, row_bytes, tag)
+            return forward(end, messages, row_bytes)
 
         for number in range(6):
             ep._assembly.rounds._forward = spoilt if number % 2 else forward  # type: ignore[attr-defined]

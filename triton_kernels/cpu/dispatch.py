@@ -72,8 +72,11 @@ def merge_experts(topk_ids, id_bytes, topk_weights, lane, ids, weights):
 
 @device
 def store_tokens(where, begin, stop):
-    """Tokens `begin` to before `stop`: their records to the peers, and their ids and weights into the own planes."""
-    numbers, x, x_stride, topk_ids, id_bytes, topk_weights = where
+    """Rows `begin` to before `stop`: their records to the peers, and their ids and weights into the own planes.
+
+    A row is the token of its number, or of that in the int64 `places`, if these have an address.
+    """
+    numbers, x, x_stride, topk_ids, id_bytes, topk_weights, places = where
     lane = numbers_at(numbers)
     if not signal.is_running(lane):
         return
@@ -88,10 +91,11 @@ def store_tokens(where, begin, stop):
         aside = peer != lane.rank and goes_aside(lane.record_row_bytes, load_relaxed(lane.seen + 8 * peer))
         store_int64(far + 8 * peer, 1 if aside else 0)
     streamed = np.int64(0)
-    for token in range(begin, stop):
-        first = token * lane.top_k
+    for row in range(begin, stop):
+        token = load_int64(places + 8 * row) if places else row
+        given, first = row * lane.top_k, token * lane.top_k
         ids, weights = own + ids_plane + 4 * first, own + weights_plane + 4 * first
-        if merge_experts(topk_ids + id_bytes * first, id_bytes, topk_weights + 4 * first, lane, ids, weights):
+        if merge_experts(topk_ids + id_bytes * given, id_bytes, topk_weights + 4 * given, lane, ids, weights):
             store_int32(lane.report + 4 * rounds.REPORT_BAD_IDS, 1)
         count = destinations(ids, lane, ranks)
         if count == 0:
@@ -104,7 +108,7 @@ def store_tokens(where, begin, stop):
         made = load_int64(lane.buffer_ptrs + 8 * home) + record
         if load_int64(far + 8 * home) != 0 and lane.record_row_bytes <= _ASIDE_BYTES:
             made = scratch
-        quantize_row(x + token * x_stride, lane.dtype, made, layout)
+        quantize_row(x + row * x_stride, lane.dtype, made, layout)
         for j in range(count):
             peer = load_int64(ranks + 8 * j)
             target = load_int64(lane.buffer_ptrs + 8 * peer) + record
@@ -121,9 +125,9 @@ def store_tokens(where, begin, stop):
 
 
 @kernel
-def store_tokens_kernel(numbers, x, x_stride, topk_ids, id_bytes, topk_weights, tokens, words, member):
+def store_tokens_kernel(numbers, x, x_stride, topk_ids, id_bytes, topk_weights, places, rows, words, member):
     """`store_tokens` in each thread of a team."""
-    do_rows(words, member, tokens, store_tokens, (numbers, x, x_stride, topk_ids, id_bytes, topk_weights))
+    do_rows(words, member, rows, store_tokens, (numbers, x, x_stride, topk_ids, id_bytes, topk_weights, places))
 
 
 @kernel
@@ -136,7 +140,7 @@ def send_tokens_kernel(numbers, x, x_stride, topk_ids, id_bytes, topk_weights, t
     lane = numbers_at(numbers)
     if not signal.is_running(lane):
         return
-    store_tokens((numbers, x, x_stride, topk_ids, id_bytes, topk_weights), stored, tokens)
+    store_tokens((numbers, x, x_stride, topk_ids, id_bytes, topk_weights, 0), stored, tokens)
     own = load_int64(lane.buffer_ptrs + 8 * lane.rank)
     first_slot = lane.rank * lane.max_tokens
     ids_plane = lane.ids + 4 * first_slot * lane.top_k
@@ -208,19 +212,42 @@ def send_tokens(
     numbers = numbers_that_fit(lane, x.dtype).address
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.float().contiguous()
     ids, weights = topk_ids.data_ptr(), topk_weights.data_ptr()
-    arguments = numbers, x.data_ptr(), x.stride(0) * x.itemsize, ids, topk_ids.itemsize, weights, tokens
+    arguments = numbers, x.data_ptr(), x.stride(0) * x.itemsize, ids, topk_ids.itemsize, weights
     stored = 0
     if threads > 1:
         threads = threads_for(tokens, layout.HIDDEN * x.itemsize, threads)
     if threads > 1:
-        run_in_team(threads, tokens, store_tokens_kernel, *arguments)
+        run_in_team(threads, tokens, store_tokens_kernel, *arguments, 0, tokens)
         stored = tokens
-    send_tokens_kernel(*arguments, stored, tag)
+    send_tokens_kernel(*arguments, tokens, stored, tag)
+
+
+def store_tokens_at(
+    lane: Lane, places: torch.Tensor, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+) -> None:
+    """Stores some tokens, as `send_tokens` does with all; `publish_tokens` signals them when all are there.
+
+    Args:
+        places: int64 [rows], contiguous, the numbers of these tokens, each below the lane's MAX_TOKENS.
+        x: [rows, hidden] floats, their columns side by side.
+        topk_ids, topk_weights: int32 and float32 [rows, top_k], contiguous.
+    """
+    if len(places):
+        run_in_team(
+            1, len(places), store_tokens_kernel, numbers_that_fit(lane, x.dtype).address, x.data_ptr(),
+            x.stride(0) * x.itemsize, topk_ids.data_ptr(), topk_ids.itemsize, topk_weights.data_ptr(),
+            places.data_ptr(), len(places),
+        )  # fmt: skip
+
+
+def publish_tokens(lane: Lane, tokens: int, dtype: torch.dtype | None = None, tag: int = 0) -> None:
+    """Sends the planes of so many tokens, which are stored, and signals them; `dtype` is that of their rows."""
+    send_tokens_kernel(numbers_of(lane, dtype).address, 0, 0, 0, 8, 0, tokens, tokens, tag)
 
 
 def refuse(lane: Lane) -> None:
     """`thinwire.triton_kernels.dispatch.refuse` for CPU tensors. Raises TransportUnavailable without numba."""
-    send_tokens_kernel(numbers_of(lane).address, 0, 0, 0, 8, 0, rounds.REFUSED, 0, 0)
+    publish_tokens(lane, rounds.REFUSED)
 
 
 @device
