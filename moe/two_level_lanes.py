@@ -50,6 +50,8 @@ def why_not_two_level(config: ParallelConfig) -> str | None:
         return "every host has one rank"
     if config.invariant:
         return "a host's sums are added up before they cross, and with invariant=True each expert's row goes home"
+    if config.dispatch_backend.name == "torch":
+        return "two levels need the kernels of Triton or of numba"
     if config.dispatch_backend.name == "triton":
         if config.transport == "auto":
             return "two levels of GPUs have run on none yet: ask for them with transport='two_level'"
