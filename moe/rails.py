@@ -174,10 +174,7 @@ class RailRounds(TwoLevelLanes):
         """Launches float32 sums to their homes on this host; the wait brings them to where they belong."""
         self.raise_failure(lane)
         config, (of_experts, of_tokens) = self.config, weight_grads or (None, None)
-        if expert_out.dtype == torch.uint8:  # records, whose sums are float32 here
-            rows = expert_out.new_empty(len(expert_out), config.hidden_size, dtype=torch.float32)
-            config.combine_backend.unpack_rows(expert_out, config.combine_wire, None, None, rows)
-            expert_out = rows
+        expert_out = self.as_floats(expert_out)
         if self.on_gpu:
             key = "combine", dtype, *compiled_for(expert_out, out)
             self.load_kernels(key, lambda: self._launch_combine(expert_out, dtype, out), lane)

@@ -115,6 +115,14 @@ class TwoLevelLanes(DirectRounds):
             replace(lane, home_ptrs=lane.buffer_ptrs[takers] + homes * self.home_bytes) for lane in self.lanes
         ]
 
+    def as_floats(self, expert_out: torch.Tensor) -> torch.Tensor:
+        """Experts' rows; those that are records in `combine_wire` as float32, as sums are float32 here."""
+        if expert_out.dtype != torch.uint8:
+            return expert_out
+        rows = expert_out.new_empty(len(expert_out), self.config.hidden_size, dtype=torch.float32)
+        self.config.combine_backend.unpack_rows(expert_out, self.config.combine_wire, None, None, rows)
+        return rows
+
     def require_not_closed(self) -> None:
         """LaneError after `close`, which a signal handler may have called while the network was waited for."""
         if self.closed:

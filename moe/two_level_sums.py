@@ -95,15 +95,11 @@ class TwoLevelSums(TwoLevelLanes):
     ) -> Callable[[], None]:
         """Stores this rank's sums within the host; the wait adds up the host's, sends them home, and adds those up."""
         self.raise_failure(lane)
-        config = self.config
         of_experts, of_tokens = weight_grads or (None, None)
         end = self._ends_of(lane, dtype).sums
         if tensors is not None:
             end = replace(end, positions=tensors.positions, weights=tensors.weights)
-        if expert_out.dtype == torch.uint8:  # records, whose sums are float32 here
-            rows = expert_out.new_empty(len(expert_out), config.hidden_size, dtype=torch.float32)
-            config.combine_backend.unpack_rows(expert_out, config.combine_wire, None, None, rows)
-            expert_out = rows
+        expert_out = self.as_floats(expert_out)
         come_home = self._send_home(lane, end, expert_out, of_experts)
         hear_ends = self._outer.tell_end(lane, WITH_SUMS)  # once nothing can fail any more
         return lambda: self._sum_at_home(lane, come_home, hear_ends, out, of_tokens)
