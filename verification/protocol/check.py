@@ -96,9 +96,9 @@ _PUBLISH = [
 ]
 
 _TWO_LEVEL = [
-    _holds("two_level", "hosts of 2 and 2 ranks, 4 rounds", "EPOCHS=4", 500_000),
+    _holds("two_level", "hosts of 2 and 2 ranks, 4 rounds", "EPOCHS=4", 450_000),
     _holds("two_level", "hosts of 1 and 3 ranks, 3 rounds", "UNEVEN", 500_000),
-    _holds("two_level", "2 and 2 ranks, 2 rounds, closed or not", "EPOCHS=2 CLOSES", 3_000_000),
+    _holds("two_level", "2 and 2 ranks, 2 rounds, closed or not", "EPOCHS=2 CLOSES", 2_500_000),
     _holds("two_level", "part by part, 2 and 2 ranks", "PARTS", 600_000),
     _holds("two_level", "part by part, 1 and 3 ranks", "PARTS UNEVEN", 900_000),
     _holds("two_level", "counts are exchanged first", "COUNTS", 300_000),

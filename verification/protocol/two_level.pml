@@ -128,23 +128,18 @@ inline store_slots(source, value) { /* triton_kernels/cpu/dispatch.py send_token
     }
 }
 
-inline forward() { /* moe/two_level.py _forward: all messages have come before the first is stored */
+inline forward() { /* moe/two_level.py _forward: each message as it comes, whose last piece is signalled */
     source = 0;
     do
-    :: source < RANKS && SERVES(rank, source) -> take(source, DISPATCH); arrived[source] = came; source++
-    :: source < RANKS && !SERVES(rank, source) -> source++
-    :: source == RANKS -> source = 0; break
-    od;
-    do
     :: source < RANKS && SERVES(rank, source) ->
+        take(source, DISPATCH);
 #ifdef BROKEN_EARLY_LINE
         publish(DISPATCH, source);
-        store_slots(source, arrived[source]);
+        store_slots(source, came);
 #else
-        store_slots(source, arrived[source]);
+        store_slots(source, came);
         publish(DISPATCH, source);
 #endif
-        arrived[source] = 0;
         source++
     :: source < RANKS && !SERVES(rank, source) -> source++
     :: source == RANKS -> source = 0; came = 0; break
@@ -216,7 +211,7 @@ inline tell_end(source, sums) { /* triton_kernels/cpu/dispatch.py close_round: t
     publish(COMBINE, source)
 }
 
-inline sum_home(served, own) { /* moe/two_level.py _home_of: for those that this rank serves, and for itself */
+inline sum_home(served, own) { /* moe/two_level_sums.py _home_of: for those that this rank serves, and for itself */
     d_step {
         for (source : 0 .. RANKS - 1) {
             for (peer : 0 .. RANKS - 1) {
@@ -248,7 +243,7 @@ inline post_sums() {
     od
 }
 
-inline combine() { /* moe/two_level.py begin_combine, and moe/two_level.py close_round */
+inline combine() { /* moe/two_level_sums.py begin_combine, and moe/two_level_sums.py close_round */
 #ifdef CLOSES
     if
     :: sums = 1
@@ -282,7 +277,7 @@ inline combine() { /* moe/two_level.py begin_combine, and moe/two_level.py close
 #endif
     tell_end(rank, sums);
 #endif
-    do /* moe/two_level.py _send_home */
+    do /* moe/two_level_sums.py _send_home */
     :: source < RANKS && SERVES(rank, source) ->
 #ifndef BROKEN_NO_SERVED_COMBINE
         tell_end(source, 1);
@@ -292,7 +287,7 @@ inline combine() { /* moe/two_level.py begin_combine, and moe/two_level.py close
     :: source == RANKS -> source = 0; break
     od;
 #ifndef BROKEN_NO_COMBINE_WAIT
-    wait(COMBINE); /* moe/two_level.py _sum_at_home */
+    wait(COMBINE); /* moe/two_level_sums.py _sum_at_home */
 #ifdef PARTS
     sum_home(0, 1);
 #else
@@ -316,7 +311,7 @@ inline combine() { /* moe/two_level.py begin_combine, and moe/two_level.py close
 }
 
 active [RANKS] proctype thread() { /* the one thread of a rank */
-    byte rank, source, peer, rounds, came, epoch, arrived[RANKS];
+    byte rank, source, peer, rounds, came, epoch;
     bit sums;
     d_step { rank = _pid; epoch = BEFORE_FIRST; sums = 1 }
     do
