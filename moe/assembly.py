@@ -19,8 +19,10 @@ from thinwire.moe.direct_gradients import BackwardRounds, DirectPlan
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.gradients import GradientPlan, Wants
 from thinwire.moe.legs import Started
+from thinwire.moe.rails import RailBackward, RailRounds
 from thinwire.moe.round_transport import Rounds
 from thinwire.moe.staged import StagedPlan, StagedRound, StagedRounds
+from thinwire.moe.two_level import TwoLevelBackward, TwoLevelRounds
 from thinwire.moe.two_level_lanes import two_level_layout, why_not_two_level
 
 _Kind = TypeVar("_Kind", bound=DirectRounds)
@@ -81,7 +83,8 @@ class Assembly:
         if why_not is not None and (asked == "two_level" or len(comm.hosts) > 1):
             return self._staged("ExpertParallel", why_not)
         if asked != "direct" and why_not is None:
-            kind, layout = _kinds_of_two_levels(uses_triton(comm))[backward], two_level_layout(config, backward)
+            kinds = (RailRounds, RailBackward) if uses_triton(comm) else (TwoLevelRounds, TwoLevelBackward)
+            kind, layout = kinds[backward], two_level_layout(config, backward)
             host = next(members for members in comm.hosts if comm.rank in members)
             reason = "the ranks of a host can map each other's memory"
         else:
@@ -167,14 +170,3 @@ class Assembly:
             error = CapacityError if lanes.no_memory else TransportUnavailable
             raise error(f"{without[0]}: {lanes.reason}; {without[1]}")
         return lanes
-
-
-def _kinds_of_two_levels(triton: bool) -> tuple[type[DirectRounds], type[DirectRounds]]:
-    """Of forward and of backward."""
-    if triton:
-        from thinwire.moe.rails import RailBackward, RailRounds
-
-        return RailRounds, RailBackward
-    from thinwire.moe.two_level import TwoLevelBackward, TwoLevelRounds  # which loads numba; GPU ranks do without it
-
-    return TwoLevelRounds, TwoLevelBackward

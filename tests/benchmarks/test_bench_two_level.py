@@ -28,7 +28,7 @@ def test_it_runs_and_what_crosses_is_what_was_predicted(tmp_path: Path, capsys: 
     assert [(line["operation"], line["way"]) for line in lines] == ways
     for line in lines:
         assert 0 < line["fastest"] <= line["seconds"] <= line["slowest"] and line["error"] < 0.04
-        assert line["payload_bytes"] < line["interface_bytes"] < 1.1 * line["payload_bytes"]
+        assert line["payload_bytes"] < line["interface_bytes"] < 1.25 * line["payload_bytes"]  # small packets
         if line["way"] != GLOO:
             # Counts, and the messages of barriers.
             assert 1 <= line["payload_bytes"] / line["predicted_bytes"] < 1.03
