@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 
+from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import name_ranks
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.comm.tensors import is_int
@@ -19,10 +20,8 @@ from thinwire.moe.direct_gradients import BackwardRounds, DirectPlan
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.gradients import GradientPlan, Wants
 from thinwire.moe.legs import Started
-from thinwire.moe.rails import RailBackward, RailRounds
 from thinwire.moe.round_transport import Rounds
 from thinwire.moe.staged import StagedPlan, StagedRound, StagedRounds
-from thinwire.moe.two_level import TwoLevelBackward, TwoLevelRounds
 from thinwire.moe.two_level_lanes import two_level_layout, why_not_two_level
 
 _Kind = TypeVar("_Kind", bound=DirectRounds)
@@ -83,8 +82,7 @@ class Assembly:
         if why_not is not None and (asked == "two_level" or len(comm.hosts) > 1):
             return self._staged("ExpertParallel", why_not)
         if asked != "direct" and why_not is None:
-            kinds = (RailRounds, RailBackward) if uses_triton(comm) else (TwoLevelRounds, TwoLevelBackward)
-            kind, layout = kinds[backward], two_level_layout(config, backward)
+            kind, layout = _two_level_kinds(comm)[backward], two_level_layout(config, backward)
             host = next(members for members in comm.hosts if comm.rank in members)
             reason = "the ranks of a host can map each other's memory"
         else:
@@ -170,3 +168,14 @@ class Assembly:
             error = CapacityError if lanes.no_memory else TransportUnavailable
             raise error(f"{without[0]}: {lanes.reason}; {without[1]}")
         return lanes
+
+
+def _two_level_kinds(comm: Communicator) -> tuple[type[DirectRounds], type[BackwardRounds]]:
+    """The rounds of forward and of backward. Each pair loads kernels that ranks with the other do without."""
+    if uses_triton(comm):
+        from thinwire.moe.rails import RailBackward, RailRounds
+
+        return RailRounds, RailBackward
+    from thinwire.moe.two_level import TwoLevelBackward, TwoLevelRounds
+
+    return TwoLevelRounds, TwoLevelBackward

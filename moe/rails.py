@@ -200,14 +200,10 @@ class RailRounds(TwoLevelLanes):
         with contextlib.suppress(RoutingError):  # of a rank that left the round open: the second wait finds it, too
             self._wait(lane, COMBINE)
         phase("sum for other hosts")
-        hosts, lines = self.config.comm.hosts, self._end_lines(lane)
+        hosts, lines = self.config.comm.hosts, end_lines(self.lanes[lane])
         for rank, host in self._rails.items():
             self._sum(lane, rank, self._sums_out[lane, host])
-            near = self._beside(self._sums_out[lane, host])[1]
-            near.copy_(lines[self._members[0] :][: len(self._members)])
-            # A rank whose wait failed sends NaN: its flag, which may be out already, is withheld here.
-            own = near[self.rank - self._members[0]].view(torch.int32)
-            own[SIGNAL_FLAG] -= self.lanes[lane].control[CONTROL_STATUS]
+            write_end_lines(self.lanes[lane], self._members[0], self._beside(self._sums_out[lane, host])[1])
         self._exchange_sums(lane)
         for host in self._rails.values():
             lines[hosts[host][0] :][: len(hosts[host])].copy_(self._beside(self._sums_here[lane, host])[1])
@@ -238,11 +234,6 @@ class RailRounds(TwoLevelLanes):
         size = len(self._members) * SIGNAL_LINE_BYTES
         return grads, behind[self._grad_bytes :][:size].view(-1, SIGNAL_LINE_BYTES)
 
-    def _end_lines(self, lane: int) -> torch.Tensor:
-        """The lines of the combine phase, uint8 [world, bytes], where they are."""
-        lines = self.lanes[lane].buffer[self.lanes[lane].layout.COMBINE_SIGNALS :]
-        return lines[: self.world * SIGNAL_LINE_BYTES].view(-1, SIGNAL_LINE_BYTES)
-
     def _exchange_sums(self, lane: int) -> None:
         leaving, arriving = (
             {rank: sums[lane, host] for rank, host in self._rails.items()} for sums in (self._sums_out, self._sums_here)
@@ -262,6 +253,22 @@ class RailRounds(TwoLevelLanes):
         """With the messages."""
         messages = [self._sums_out, self._sums_here, *self._tokens_here.values()]
         return super().memory_bytes + sum(message.numel() for message in messages)
+
+
+def end_lines(lane: Lane) -> torch.Tensor:
+    """The lines of a lane's combine phase, uint8 [world, bytes], where they are."""
+    lines = lane.buffer[lane.layout.COMBINE_SIGNALS :][: lane.layout.WORLD * SIGNAL_LINE_BYTES]
+    return lines.view(-1, SIGNAL_LINE_BYTES)
+
+
+def write_end_lines(lane: Lane, first: int, out: torch.Tensor) -> None:
+    """Copies the lines of a host's ranks, from a first one on.
+
+    A rank whose wait has failed sends NaN. Its flag may be out already, and what it missed may have come since: so its
+    own line says here that it is missing.
+    """
+    out.copy_(end_lines(lane)[first:][: len(out)])
+    out[lane.rank - first].view(torch.int32)[SIGNAL_FLAG].sub_(lane.control[CONTROL_STATUS])
 
 
 class RailBackward(RailRounds, BackwardRounds):

@@ -52,7 +52,7 @@ pytestmark = [
 
 WORLD = 4
 TIMEOUT = 1.5  # seconds that a round waits for a peer
-SPARE = 2.25  # and so many more may pass, the grace time among them, until the caller is told; .25 for busy cores
+SPARE = 2.0  # and so many more may pass, the grace time among them, until the caller is told
 AT_ONCE = TIMEOUT / 2
 LIMIT = 60.0  # seconds after which whatever is left of a case is killed
 _PR_SET_PDEATHSIG = 1  # Linux's number of it

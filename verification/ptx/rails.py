@@ -7,7 +7,7 @@ for it. Copies are not looked at for races, and order nothing between ranks for 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +17,13 @@ import torch
 from tests.helpers.rounds import arrivals, home_weight_grads
 from tests.helpers.wires import assert_same_bits
 from thinwire.comm.hosts import Hosts, forwarder
+from thinwire.moe.rails import end_lines, write_end_lines
 from thinwire.moe.two_level_lanes import EXACT, served_by, two_level_layout
 from thinwire.triton_kernels import combine, dispatch, pack, permute, sums
 from thinwire.triton_kernels.codec_reference import quantize_reference
 from thinwire.triton_kernels.forward import forward_tokens
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, Lane, RoundLayout
-from thinwire.triton_kernels.signal import REPORT_STATUS, RUNNING, SIGNAL_LINE_BYTES
+from thinwire.triton_kernels.signal import CONTROL_EPOCH, REPORT_STATUS, RUNNING, SIGNAL_FLAG, TIMED_OUT
 from thinwire.triton_kernels.sums import pack_weighted_sums_reference, sum_records_reference
 from thinwire.wire import WireFormat
 from verification.ptx.device import Device
@@ -37,11 +38,14 @@ class RailedRounds(Rounds):
         hosts: the ranks of each.
         home_bytes: of each rank's home at its forwarder.
         mail: what was sent from one rank to another and has not come, by leg.
+        late: a rank that sends its sums once another one of its host, the second, has missed it, and before that one
+            tells other hosts.
     """
 
     hosts: Hosts = ()
     home_bytes: int = 0
     mail: dict[tuple[int, int, str], deque[list[torch.Tensor]]] = field(default_factory=lambda: defaultdict(deque))
+    late: tuple[int, int] | None = None
 
     @classmethod
     def on_hosts(
@@ -83,12 +87,11 @@ class RailedRounds(Rounds):
         self.device.rank, lane = rank, self.lanes[rank]
         assert lane.message is not None
         records = torch.zeros(self._room()[0], lane.combine_wire.row_bytes(self._room()[1]), dtype=torch.uint8)
-        lines = lane.buffer[lane.layout.COMBINE_SIGNALS :][: lane.layout.WORLD * SIGNAL_LINE_BYTES]
         near = next(members for members in self.hosts if rank in members)
         for peer in served_by(self.hosts, rank)[1:]:
             self._send(rank, peer, "tokens", [lane.message])
             grads = torch.zeros(self._room()[0], lane.layout.TOP_K)
-            self._send(rank, peer, "sums", [records, grads, lines.view(lane.layout.WORLD, -1)[list(near)]])
+            self._send(rank, peer, "sums", [records, grads, end_lines(lane)[list(near)]])
 
     def _queue_rank(self, lane: Lane, round_: Round) -> None:
         rank, gathered = lane.rank, round_.gathered[lane.rank]
@@ -111,17 +114,24 @@ class RailedRounds(Rounds):
         permute.gather(lane, gathered, torch.tensor(False))
         self.device.call(lambda: self._apply_experts(lane, gathered))
         ends = replace(lane, combine_wire=EXACT)
+        if self.late is not None and rank == self.late[0]:
+            missing = self.lanes[self.late[1]]
+            self._until(lambda: missing.report[REPORT_STATUS] == TIMED_OUT)
         if rank in round_.closing:
             dispatch.close_round(lane)
         else:
             weight_grads = round_.weight_grads[rank] if grads else None
             combine.send_sums(ends, gathered, torch.float32, self.num_programs, weight_grads)
         dispatch.wait(lane, COMBINE, self.timeout, self.grace)
-        lines = lane.buffer[layout.COMBINE_SIGNALS :][: layout.WORLD * SIGNAL_LINE_BYTES].view(layout.WORLD, -1)
+        lines, first = end_lines(lane), self.hosts[here][0]
+        if self.late is not None and rank == self.late[1]:
+            flag = lines[self.late[0]].view(torch.int32)[SIGNAL_FLAG]
+            self._until(lambda: flag == lane.control[CONTROL_EPOCH])
         row_bytes = lane.combine_wire.row_bytes(layout.HIDDEN, dtype)
         received = torch.zeros(len(self.hosts), layout.MAX_TOKENS, row_bytes, dtype=torch.uint8)
         received_grads = torch.zeros(len(self.hosts), layout.MAX_TOKENS, layout.TOP_K)
-        near = lines[self.hosts[here][0] :][: len(self.hosts[here])]
+        near = torch.zeros_like(lines[: len(self.hosts[here])])
+        self.device.call(lambda: write_end_lines(lane, first, near))
         for peer in others:
             leaving, of_tokens = torch.zeros_like(received[0]), torch.zeros_like(received_grads[0])
             self._sum(ends, peer, dtype, leaving, of_tokens if grads else None)
@@ -148,6 +158,13 @@ class RailedRounds(Rounds):
         if not wire.quantized:
             self.device.call(lambda: _copy([rounded], [rows]))
         pack.pack_rows(rounded, wire, None, records)
+
+    def _until(self, is_so: Callable[[], object]) -> None:
+        def wait() -> Iterator[None]:
+            while not is_so():
+                yield
+
+        self.device.call(wait)
 
     def _send(self, sender: int, receiver: int, leg: str, parts: list[torch.Tensor]) -> None:
         box = self.mail[sender, receiver, leg]

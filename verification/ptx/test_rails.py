@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton", reason="compiling kernels needs Triton")
 
-from thinwire.triton_kernels.signal import REPORT_PEERS, REPORT_STATUS, TIMED_OUT
+from thinwire.triton_kernels.signal import REPORT_PEERS, REPORT_STATUS, RUNNING, TIMED_OUT
 from verification.ptx.device import Device
 from verification.ptx.rails import RailedRounds
 
@@ -56,3 +56,20 @@ def test_a_rank_that_gave_up_is_missed_on_all_hosts() -> None:
         report = rounds.lanes[rank].report
         assert report[REPORT_STATUS] == TIMED_OUT and report[REPORT_PEERS:][:4].tolist() == missed, rank
         assert rounds.rounds[1].results[rank].isnan().all()
+
+
+def test_a_rank_that_missed_sums_is_missed_on_other_hosts() -> None:
+    """Though its own flag was out before it waited, and what it missed is there by the time it sends its NaN."""
+    device = Device(ranks=4)
+    with device.patch(queued=True):
+        rounds = RailedRounds.on_hosts(device, TWO_EACH, hidden=32, max_tokens=1)
+        rounds.timeout, rounds.grace, rounds.late = 1e-3, 30e-6, (1, 0)
+        rounds.queue(counts=(1, 1, 1, 1))
+        device.run_queued()
+    for rank, missed in {0: [0, 1, 0, 0], 2: [1, 0, 0, 0]}.items():
+        report = rounds.lanes[rank].report
+        assert report[REPORT_STATUS] == TIMED_OUT and report[REPORT_PEERS:][:4].tolist() == missed, rank
+        assert rounds.rounds[0].results[rank].isnan().all()
+    for rank in (1, 3):
+        assert rounds.lanes[rank].report[REPORT_STATUS] == RUNNING
+        assert not rounds.rounds[0].results[rank].isnan().any()
