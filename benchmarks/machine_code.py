@@ -123,6 +123,11 @@ def pipe_cycles(way: Iterable[Instruction], gpu: Multiprocessor) -> dict[str, fl
     return dict(cycles)
 
 
+def registers_of(compiled: Any) -> int:
+    """Of a thread of what Triton compiled."""
+    return int(re.search(r"REG:(\d+)", cuobjdump(compiled.asm["cubin"], "--dump-resource-usage"))[1])
+
+
 def resident_warps(registers: int, warps: int, shared: int, gpu: Multiprocessor) -> int:
     """How many warps of programs of so many a multiprocessor holds."""
     per_warp = -(-registers // 8) * 8 * 32
@@ -173,7 +178,7 @@ def figures_of(
     gpu = GPUS[target]
     cubin, warps, shared = compiled.asm["cubin"], compiled.metadata.num_warps, compiled.metadata.shared
     code = Code(instructions_of(cuobjdump(cubin, "-sass")))
-    registers = int(re.search(r"REG:(\d+)", cuobjdump(cubin, "--dump-resource-usage"))[1])
+    registers = registers_of(compiled)
     head = code.row_loop() if strides else None
     body = None if head is None else code.loops[head]
     way = code.longest_way(head or 0, body)

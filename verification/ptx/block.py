@@ -19,6 +19,7 @@ from verification.ptx.bits import BITS
 from verification.ptx.errors import PtxError
 from verification.ptx.floats import FLOATS
 from verification.ptx.integers import INTEGERS
+from verification.ptx.meter import Clock
 from verification.ptx.products import PRODUCTS
 from verification.ptx.program import Instruction
 from verification.ptx.state import Mask, State, Step
@@ -34,10 +35,11 @@ class Block:
 
     Attributes:
         executed: how often warps have executed each instruction of the code.
+        clock: its time, where that is taken.
     """
 
-    def __init__(self, state: State, order: random.Random | None = None) -> None:
-        self.state, self._order = state, order
+    def __init__(self, state: State, order: random.Random | None = None, clock: Clock | None = None) -> None:
+        self.state, self._order, self.clock = state, order, clock
         self._code = state.program.code
         self._steps: list[Step | None] = [None] * len(self._code)
         self.executed = [0] * len(self._code)
@@ -108,6 +110,8 @@ class Block:
             if instruction.tells_others:
                 yield
             self.executed[at] += warps
+            if self.clock is not None:
+                self.clock.before(at, instruction, mask, taken)
             name = instruction.name
             if name in CONTROL:
                 if name in ("bar", "barrier") and instruction.opcode[1] != "warp":
@@ -198,6 +202,8 @@ class Block:
         del self._counts_needed[number]
         if state.clocks is not None:
             state.clocks.barrier(waiting)
+        if self.clock is not None:
+            self.clock.barrier(waiting)
         self._shuffle()
 
     def _meet_warps(self, instruction: Instruction, mask: Mask) -> None:

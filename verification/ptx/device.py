@@ -13,7 +13,7 @@ A device runs a rank's launches one after the other, and those of different rank
 Compiled kernels come from Triton's own cache, in `TRITON_CACHE_DIR`, by the source of the kernel and of all that it
 calls, the types, constants and alignment of its arguments, the options, the GPU, and Triton itself.
 
-What this cannot tell: what the assembler makes of the PTX, whatever takes time, and the schedules that were not drawn.
+What this cannot tell: what the assembler makes of the PTX, and the schedules that were not drawn. Times are reckoned.
 Kernels of a rank follow each other as on one stream; memory is consistent for all at once, so that a missing order is a
 race and seldom a wrong value.
 """
@@ -24,7 +24,7 @@ import itertools
 import random
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,9 @@ from triton.runtime import JITFunction
 from verification.ahead_of_time.harness import Launch, compile_launch
 from verification.ptx.block import Block
 from verification.ptx.errors import PtxError
+from verification.ptx.latencies import L2_BYTES
 from verification.ptx.memory import GlobalMemory
+from verification.ptx.meter import Clock, Launched
 from verification.ptx.program import Program, parse
 from verification.ptx.races import Races
 from verification.ptx.state import State
@@ -84,9 +86,14 @@ class Device:
         edit: changes a kernel's PTX before it runs.
         seed: of the order in which programs, and warps with "any order", go on.
         warps: "together", each program's all at once, or "any order", one at a time.
+        metered: take the time and the bytes of launches, with warps "together".
 
     Attributes:
         rank: whose launches those to come are.
+        chosen: which programs of a launch run, by its kernel and how many there are; None: all.
+        meters: of the launches that were metered, in their order.
+        l2_bytes: larger tensors are not in the L2 cache, where times are taken.
+        compiled: what Triton made of each kernel, by its name, for the last launch of it.
         clock_step: nanoseconds that go by from one look at the global timer to the next.
         most_steps: turns that programs of one run may take before it counts as stuck.
         launches: of each kernel.
@@ -96,14 +103,19 @@ class Device:
 
     def __init__(
         self, target: str = "sm_90", ranks: int = 1, races: bool = False, edit: Edit | None = None, seed: int = 0,
-        warps: str = "together",
+        warps: str = "together", metered: bool = False,
     ) -> None:  # fmt: skip
         if warps not in ("together", "any order"):
             raise ValueError(f'expected warps "together" or in "any order", got {warps!r}')
         self.target, self.ranks, self.edit = target, ranks, edit
         self.memory = GlobalMemory()
         self.races = Races(self.memory.name_of) if races else None
+        self.metered = metered
+        self.meters: list[Launched] = []
+        self.l2_bytes = L2_BYTES
         self.rank = 0
+        self.chosen: Callable[[str, int], Sequence[int]] | None = None
+        self.compiled: dict[str, Any] = {}
         self.clock_step = 1000
         self.most_steps = 5_000_000
         self.launches: Counter[str] = Counter()
@@ -127,6 +139,7 @@ class Device:
             arguments |= {name: value for name, value in named.items() if name in kernel.arg_names}
             options = {name: value for name, value in named.items() if name not in kernel.arg_names}
             compiled = compile_launch(Launch(kernel, arguments, options), self.target)
+            self.compiled[compiled.metadata.name] = compiled
             ptx = compiled.asm["ptx"]
             self.launch(
                 self.edit(compiled.metadata.name, ptx) if self.edit else ptx,
@@ -212,18 +225,26 @@ class Device:
             clocks = None
             if self.races is not None:
                 clocks = self.races.begin(rank, launch.programs, launch.program.threads)
+            meter = Launched(launch.program.name, rank, launch.programs, self.l2_bytes) if self.metered else None
+            numbers: Sequence[int] = range(launch.programs)
+            if self.chosen is not None:
+                numbers = self.chosen(launch.program.name, launch.programs)
             blocks = []
-            for number in range(launch.programs):
+            for number in numbers:
                 width, height, _ = launch.grid
                 place = (number % width, number // width % height, number // width // height)
                 state = State(
                     launch.program, launch.arguments, place, launch.grid, self.memory, launch.shared_bytes, self.races,
                     clocks[number] if clocks else None, self.look_at_clock,
                 )  # fmt: skip
-                blocks.append(Block(state, self._random if self._any_order else None))
+                blocks.append(Block(state, self._random if self._any_order else None, meter and Clock(state, meter)))
             running = [block.run() for block in blocks]
+            clock_of = {run: block.clock for run, block in zip(running, blocks, strict=True)}
             while running:
-                program = self._random.choice(running)
+                if meter:  # in the order of their times, as a look that comes too early takes time for nothing
+                    program = min(running, key=lambda run: clock_of[run].cycles)
+                else:
+                    program = self._random.choice(running)
                 if next(program, self) is self:
                     running.remove(program)
                 else:
@@ -232,5 +253,8 @@ class Device:
                 self.instructions += block.counts
                 executed = self.executed.setdefault(launch.program, np.zeros(len(launch.program.code), np.int64))
                 executed += block.executed
+            if meter:
+                meter.end({number: block.clock for number, block in zip(numbers, blocks, strict=True)})
+                self.meters.append(meter)
             if self.races is not None and clocks is not None:
                 self.races.end(clocks)

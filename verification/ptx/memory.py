@@ -67,6 +67,11 @@ class GlobalMemory:
             raise PtxError(f"{what} of {size} bytes misaligned: {self._nearest(int(places[skewed][0]))}")
         return places - self._starts[known] + self._offsets[known]
 
+    def sizes(self, addresses: np.ndarray) -> np.ndarray:
+        """Bytes of the tensor in which each address is."""
+        regions = np.searchsorted(self._starts, addresses, "right") - 1
+        return self._ends[regions] - self._starts[regions]
+
     def load(self, addresses: np.ndarray, width: int) -> np.ndarray:
         """Unsigned integers of `width` bytes each."""
         return self._views[width][(addresses.astype(np.int64) - _LOWEST) // width]
