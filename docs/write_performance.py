@@ -63,7 +63,8 @@ cores. No call can take less than either of the last two (`python -m benchmarks.
 
 def page() -> str:
     """The whole page."""
-    rest = _codec(), _collective_accuracy(), _safety(), _one_gpu(), _machine_code(), _speed_of_light(), _not_shown()
+    of_kernels = _one_gpu(), _machine_code(), _speed_of_light(), _latency()
+    rest = _codec(), _collective_accuracy(), _safety(), *of_kernels, _not_shown()
     parts = (_one_host(), _links(), _result_memory(), *rest)
     return "\n".join((_HEAD, *parts))
 
@@ -391,6 +392,37 @@ def _speed_of_light() -> str:
             f"*Source: `{found['command']}`: [model.json](../benchmarks/results/model.json).*\n",
         )
     )
+
+
+def _latency() -> str:
+    found = json.loads((RESULTS.parent / "machine_code" / "latency.json").read_text())
+    figures = found["figures"]
+    parts = [
+        "## Where a round's time goes\n",
+        _wrapped(
+            "**Reckoned, not measured**: the compiled kernels of a rank run on the CPU, and each result comes its "
+            "instruction's latency after the operands. `path` is the longest program's way through a kernel, `bytes` "
+            "how long those take that must move, in us. `least` is a launch and the longest of its times; `most` adds "
+            "up what programs that begin together do not overlap. int8, 7168 elements, 8 of 256 experts, rank 0 of 8. "
+            "The first table is what one H200 measured, with older kernels; the second is on NVLink, which nothing has "
+            "run on. `python -m benchmarks.latency --help` says what is left out."
+        ),
+    ]
+    for machine, name in (("H200 alone", "One H200, no link"), ("8 x H100", "8 x H100 SXM, `nvlink4`")):
+        lines = [figure for figure in figures if figure["machine"] == machine]
+        beside = machine == "H200 alone"
+        rows = [
+            [str(line["tokens"]), f"`{line['kernel']}`" if line["kernel"] != "round" else "round"]
+            + [f"{line[key]:,.1f}" for key in ("path", "bytes", "least", "most")]
+            + [line["measured"] or "-"] * beside
+            for line in lines
+        ]
+        parts += [
+            f"{name}:\n",
+            _table(["tokens", "kernel", "path", "bytes", "least", "most"] + ["measured"] * beside, rows),
+        ]
+    parts.append(f"*Source: `{found['command']}`: [latency.json](../benchmarks/results/machine_code/latency.json).*\n")
+    return "\n".join(parts)
 
 
 def _one_gpu() -> str:
