@@ -96,7 +96,7 @@ def round_work(request: Request) -> dict[str, Work]:
     rows = tokens * top_k * math.ceil(request.experts / request.ranks) * request.ranks / request.experts
     ids, weights, positions = slots * top_k * 4, slots * top_k * 4, slots * top_k * 8  # as routing has them
     given = tokens * top_k * (8 + 4)  # int64 ids and float32 weights, as the caller has them
-    index = rows * 8
+    index = rows * 8  # and as many positions, of which gather reads those, and the first of each slot
     stays, sums_stay = dispatch.own_rows * dispatch.record_bytes, combine.own_rows * combine.record_bytes
     return {
         "send_tokens_kernel": Work(
@@ -109,7 +109,9 @@ def round_work(request: Request) -> dict[str, Work]:
         "count_kernel": Work(memory_bytes=ids + positions + index),
         "place_kernel": Work(memory_bytes=ids + weights + index + rows * (8 + 4)),
         "gather_kernel": Work(
-            memory_bytes=index + records * dispatch.record_bytes + rows * row, elements=rows * hidden
+            memory_bytes=slots * 8 + index + records * dispatch.record_bytes + rows * row,
+            elements=records * hidden,
+            repeats=rows / records - 1,
         ),
         "send_sums_kernel": Work(
             combine.wire_bytes,

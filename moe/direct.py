@@ -257,30 +257,37 @@ class DirectRound(Dispatched):
         source = torch.stack((slots // most, slots % most), 1)
         return Arrived(tensors.positions, torch.where(tensors.positions >= 0, tensors.weights, 0.0), source)
 
-    def _gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._gather_from(self._tensors, capacity)
+    def _gather(self, capacity: int, zero_tail: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._gather_from(self._tensors, capacity, zero_tail)
 
     def _unpack(self, chosen: torch.Tensor) -> torch.Tensor:
-        # The kernel that gathers rows for experts, told that the rows are these records.
+        # The kernel that gathers rows for experts, told that the rows are the first records: Triton's looks at
+        # positions, numba's at the index.
         offsets = torch.zeros_like(self.expert_offsets)
         offsets[-1] = (chosen >= 0).sum()
-        return self._gather_from(replace(self._tensors, index=chosen, expert_offsets=offsets), len(chosen))[0]
+        tensors = replace(self._tensors, index=chosen, expert_offsets=offsets, expert_counts=offsets.diff())
+        return self._gather_from(replace(tensors, positions=self._rows_of_records()), len(chosen), True)[0]
 
-    def _gather_from(self, tensors: Lane, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rows_of_records(self) -> torch.Tensor:
+        """`positions` where every record that came has one row, in their order."""
+        positions = torch.full_like(self._tensors.positions, -1)
+        positions[:, :1] = self._arrived.row_of_each()
+        return positions
+
+    def _gather_from(self, tensors: Lane, capacity: int, zero_tail: bool) -> tuple[torch.Tensor, torch.Tensor]:
         self._rounds.raise_failure(self.lane)
         config = self._rounds.config
         tokens = new_rows(self._nothing, capacity, (config.hidden_size,), memory=config.comm.result_memory)
         overflow = torch.empty_like(self._flag)  # at half the cost of asking for a dtype
-        self._rounds.kernels.gather(tensors, tokens, overflow)
+        self._rounds.kernels.gather(tensors, tokens, overflow, zero_tail)
         return tokens, overflow
 
     def _begin_combine(self, expert_out: torch.Tensor, out: torch.Tensor, weighted: bool) -> Callable[[], None]:
         tensors = None
         if weighted:
             # The kernel that sums rows, told that every record has one, of weight 1.
-            positions = torch.full_like(self._tensors.positions, -1)
-            positions[:, :1] = self._arrived.row_of_each()
-            tensors = replace(self._tensors, positions=positions, weights=torch.ones_like(self._tensors.weights))
+            weights = torch.ones_like(self._tensors.weights)
+            tensors = replace(self._tensors, positions=self._rows_of_records(), weights=weights)
         as_they_are = weighted and expert_out.dtype == torch.uint8
         return self._rounds.begin_combine(self.lane, expert_out, self._dtype, out, None, tensors, as_they_are)
 

@@ -59,7 +59,7 @@ class DirectPlan(GradientPlan):
                 rounds.close_round(lane, LEFT_OPEN)
             self._open = rounds.begin(lane, dy, self._ids, self._weights, self._tag)()
             rounds.open_rounds[lane] = self._open
-        rows, _ = self._open._gather(num_rows)
+        rows, _ = self._open._gather(num_rows, True)  # they are multiplied by their weights, which are 0 in the tail
         # Row `num_rows` takes what has no place.
         places = torch.where((tensors.positions >= 0) & (tensors.positions < num_rows), tensors.positions, num_rows)
         weights = torch.zeros(num_rows + 1, device=dy.device, dtype=torch.float32)

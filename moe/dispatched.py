@@ -62,7 +62,8 @@ class Dispatched(OnLane, ABC):
     _capacity: int | None = None  # of what was gathered in a fixed shape
     _record_capacity: int | None = None
     _known: Arrived | None = None
-    _link: Link | None = None  # to the graph, of a round that wants gradients
+    _link: Link | None = None  # to the graph, of a round that wants gradients, unless compiled code has its own
+    _has_gradients = False
 
     def __init__(self, rounds: Rounds, lane: int, x: torch.Tensor) -> None:
         self._rounds = rounds
@@ -108,11 +109,17 @@ class Dispatched(OnLane, ABC):
     def gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts' input in a fixed shape. Does not wait for the device.
 
+        Rows from `expert_offsets[-1]` on are nobody's, and `combine` never reads them. They hold anything, NaN among
+        it, and cost nothing; only where x or topk_weights wants a gradient are they zero, as NaN would reach weights
+        through gradients of zero. What adds up all rows needs them zeroed before: `rows_of_nobody =
+        torch.arange(capacity) >= d.expert_offsets[-1]; tokens.masked_fill_(rows_of_nobody[:, None], 0)`.
+
         Args:
             capacity: rows of the result. Rows past it are dropped: they add nothing to `combine`.
 
         Returns:
-            tokens [capacity, hidden], zero past the last row, and whether rows were dropped: bool [], on the device.
+            tokens [capacity, hidden], with zeros in padding rows before `expert_offsets[-1]`, and whether rows were
+            dropped: bool [], on the device.
 
         Raises:
             LaneError: the round is over.
@@ -177,11 +184,11 @@ class Dispatched(OnLane, ABC):
         return self.gather_routing(self._num_rows)
 
     def _gather_linked(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        comm = self._rounds.config.comm
+        comm, gather = self._rounds.config.comm, functools.partial(self._gather, capacity, self._has_gradients)
         if self._link is None and comm.recorder.track is None:
-            return self._gather(capacity)
+            return gather()
         with comm.recorder.aside("unpack"):
-            return self._gather(capacity) if self._link is None else self._link.gather(lambda: self._gather(capacity))
+            return gather() if self._link is None else self._link.gather(gather)
 
     # -----------------------------------------------------------------------------------------------------------------
     # By token
@@ -432,12 +439,12 @@ class Dispatched(OnLane, ABC):
         """What it knows of the records. Does not wait for the device."""
 
     @abstractmethod
-    def _gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `gather` returns."""
+    def _gather(self, capacity: int, zero_tail: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `gather` returns; `zero_tail`: with zeros in the rows that are nobody's."""
 
     @abstractmethod
     def _unpack(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Records by number, int64 [n], dequantised: [n, hidden] in x's dtype, zero for -1."""
+        """The first records that came, by number, int64 [n], dequantised: [n, hidden] in x's dtype, zero for -1."""
 
     @abstractmethod
     def _begin_combine(self, expert_out: torch.Tensor, out: torch.Tensor, weighted: bool) -> Callable[[], None]:

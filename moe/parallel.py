@@ -252,7 +252,7 @@ class ExpertParallel:
         d._tell_traffic("dispatch")
         if started.gradients is not None:
             started.gradients.plan = self._assembly.gradient_plan(d, started.wants, *started.graph)
-            d._link = started.link
+            d._link, d._has_gradients = started.link, True
         d._rounds.open_rounds[d.lane] = d
         return d
 

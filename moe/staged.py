@@ -191,23 +191,24 @@ class StagedRound(Dispatched):
         ranks = torch.arange(len(counts), device=device).repeat_interleave(counts, output_size=len(self.rows))
         return Arrived(arrival.positions, arrival.weights, torch.stack((ranks, self._token_numbers.long()), 1))
 
-    def _gather(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gather(self, capacity: int, zero_tail: bool) -> tuple[torch.Tensor, torch.Tensor]:
         arrival = self._arrival
         fits = arrival.rows < capacity
-        tokens = self._unpack_at(arrival.index[fits], arrival.rows[fits], capacity)
+        used = capacity if zero_tail else min(capacity, arrival.num_rows)
+        tokens = self._unpack_at(arrival.index[fits], arrival.rows[fits], capacity, used)
         return tokens, torch.tensor(arrival.num_rows > capacity, device=self.rows.device)
 
     def _unpack(self, chosen: torch.Tensor) -> torch.Tensor:
         there = (chosen >= 0).nonzero()[:, 0]
-        return self._unpack_at(chosen[there], there, len(chosen))
+        return self._unpack_at(chosen[there], there, len(chosen), len(chosen))
 
-    def _unpack_at(self, index: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Records by number at places among so many rows, the others of which are zero."""
+    def _unpack_at(self, index: torch.Tensor, places: torch.Tensor, num_rows: int, used: int) -> torch.Tensor:
+        """Records by number at places among so many rows; the others of the first `used` are zero."""
         config = self._rounds.config
         like = torch.empty(0, dtype=self._dtype, device=self.rows.device)
-        # Places are different ones, so as many as there are rows leave none of them to be zero.
-        zero, memory = len(places) < num_rows, config.comm.result_memory
-        tokens = new_rows(like, num_rows, (config.hidden_size,), zero, memory)
+        tokens = new_rows(like, num_rows, (config.hidden_size,), memory=config.comm.result_memory)
+        if len(places) < used:  # places are different ones, so as many leave none of them to be zero
+            tokens[:used].zero_()
         config.dispatch_backend.unpack_rows(self.rows, config.wire, index, places, tokens)
         return tokens
 

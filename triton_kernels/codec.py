@@ -324,17 +324,24 @@ def store_rounded_tile(out_row, y, length, tile, SATURATE: tl.constexpr, LAYOUT:
 
 
 @triton.jit
+def dequantized_tile(base, tile, DTYPE: tl.constexpr, LAYOUT: tl.constexpr):
+    """One tile of the record at `base` as a row has it, with the columns of `columns_in_order`."""
+    if LAYOUT.KIND == NONE:
+        columns = tile_columns(tile, LAYOUT)
+        # The record's own end is known when compiling, and keeps the loads wide.
+        return tl.load(base.to(tl.pointer_type(LAYOUT.DTYPE)) + columns, mask=columns < LAYOUT.HIDDEN)
+    else:
+        y = rotated_back(load_record_tile(base, tile, LAYOUT), LAYOUT)
+        return in_order(rounded(y, DTYPE, True), LAYOUT)
+
+
+@triton.jit
 def dequantize_row(base, out_row, length, LAYOUT: tl.constexpr):
     """The record at `base` into one row of `length` elements, at most HIDDEN. `none` copies bit for bit."""
     for tile in range(LAYOUT.NUM_TILES):
-        if LAYOUT.KIND == NONE:
-            columns = tile_columns(tile, LAYOUT)
-            # The record's own end is known when compiling, and keeps the loads wide.
-            elements = tl.load(base.to(tl.pointer_type(LAYOUT.DTYPE)) + columns, mask=columns < LAYOUT.HIDDEN)
-            tl.store(out_row + columns, elements, mask=columns < length)
-        else:
-            y = rotated_back(load_record_tile(base, tile, LAYOUT), LAYOUT)
-            store_rounded_tile(out_row, y, length, tile, True, LAYOUT)
+        elements = dequantized_tile(base, tile, out_row.dtype.element_ty, LAYOUT)
+        columns = columns_in_order(tile, LAYOUT)
+        tl.store(out_row + columns, elements, mask=columns < length)
 
 
 @triton.jit

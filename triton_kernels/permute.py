@@ -20,11 +20,13 @@ from typing import Any
 
 import torch
 
-from thinwire.triton_kernels.codec import dequantize_row, fill_row
+from thinwire.triton_kernels.codec import dequantize_row, dequantized_tile, fill_row
+from thinwire.triton_kernels.combine import token_of
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.launch import Launcher, kept, launch_in_turn, launcher_of
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.round_layout import Lane
+from thinwire.triton_kernels.rows import columns_in_order
 from thinwire.triton_kernels.signal import most_programs, num_programs_for, register_limit, signal_words
 
 _EXPERT_BLOCK = 32
@@ -224,41 +226,82 @@ def place_kernel(
             _, before = rows_of_experts(scratch_ptr, num_local, block, num_chunks, chunk, CHUNKS, EXPERTS)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_local", "capacity"])
+@triton.jit
+def store_rows(base, positions, out_ptr, out_row_stride, capacity, LAYOUT: tl.constexpr, TERMS: tl.constexpr):
+    """The record at `base` into each of the rows that its TERMS `positions` name.
+
+    It is loaded and decoded once, unless it has several tiles: two of them would take all registers.
+    """
+    if LAYOUT.NUM_TILES == 1:
+        elements = dequantized_tile(base, 0, out_ptr.dtype.element_ty, LAYOUT)
+    target, k = tl.load(positions), 0
+    while target >= 0:
+        if target < capacity:  # users see the positions, and may have written into them
+            out_row = out_ptr + target * out_row_stride
+            if LAYOUT.NUM_TILES == 1:
+                columns = columns_in_order(0, LAYOUT)
+                tl.store(out_row + columns, elements, mask=columns < LAYOUT.HIDDEN)
+            else:
+                dequantize_row(base, out_row, LAYOUT.HIDDEN, LAYOUT)
+        k += 1
+        target = tl.load(positions + k, mask=k < TERMS, other=-1)
+
+
+@triton.jit(do_not_specialize=["num_local", "capacity", "zero_tail"])
 def gather_kernel(
     out_ptr,
     overflow_ptr,
     out_row_stride,
     capacity,
+    zero_tail,  # 1: rows past the last expert's are zeroed; 0: they are left as they are
     buffer_ptr,
     control_ptr,
-    index_ptr,
-    num_rows,
+    positions_ptr,
+    expert_counts_ptr,
     expert_offsets_ptr,
     num_local,
+    ALIGN: tl.constexpr,
     ROUND: tl.constexpr,
     LAYOUT: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
-    """Rows of the experts' input out of the records; zero past the last one. Any number of programs."""
+    """Each record that came into the rows of its experts, and zeros between experts. Any number of programs."""
+    base, program, step = buffer_ptr.to(tl.int64), tl.program_id(0), tl.num_programs(0)
     running = tl.load(control_ptr + ROUND.STATUS) == ROUND.RUNNING
-    row = tl.program_id(0)
     used = tl.load(expert_offsets_ptr + num_local)
-    if row == 0:
+    if program == 0:
         tl.store(overflow_ptr, tl.where(used > capacity, 1, 0).to(tl.int8))
-    used = tl.minimum(used, num_rows)  # users see the offsets, too
-    while row < capacity:
-        record = tl.load(index_ptr + row, mask=row < used, other=-1)
-        out_row = out_ptr + row.to(tl.int64) * out_row_stride
-        if running:
-            # Users see the index, and may have written into it.
-            if tl.where(record < ROUND.WORLD * ROUND.MAX_TOKENS, record, -1) >= 0:
-                base = buffer_ptr + (ROUND.RECORDS + record * ROUND.RECORD_BYTES)
-                dequantize_row(tl.multiple_of(base, 16), out_row, LAYOUT.HIDDEN, LAYOUT)
-            else:
-                fill_row(out_row, LAYOUT.HIDDEN, 0.0, LAYOUT)
-        else:
-            fill_row(out_row, LAYOUT.HIDDEN, float("nan"), LAYOUT)
-        row += tl.num_programs(0)
+    peers = tl.arange(0, LAUNCH.BLOCK)
+    counts = received_tokens(base, control_ptr, peers, ROUND)
+    ends, total = tl.cumsum(counts, axis=0), tl.sum(counts)
+    number = program
+    source, token = token_of(number, peers, counts, ends)
+    first = positions_ptr + (source.to(tl.int64) * ROUND.MAX_TOKENS + token) * ROUND.TOP_K
+    wanted = tl.load(first, mask=number < total, other=-1) >= 0
+    while number < total:
+        record, here = source.to(tl.int64) * ROUND.MAX_TOKENS + token, wanted
+        # Whether the next one is for experts here is on its way while this one is stored.
+        number += step
+        source, token = token_of(number, peers, counts, ends)
+        first = positions_ptr + (source.to(tl.int64) * ROUND.MAX_TOKENS + token) * ROUND.TOP_K
+        wanted = tl.load(first, mask=number < total, other=-1) >= 0
+        if here:
+            address = tl.multiple_of(buffer_ptr + (ROUND.RECORDS + record * ROUND.RECORD_BYTES), 16)
+            positions = positions_ptr + record * ROUND.TOP_K
+            store_rows(address, positions, out_ptr, out_row_stride, capacity, LAYOUT, ROUND.TOP_K)
+    if ALIGN > 1:
+        padding = program
+        while padding < tl.where(running, num_local, 0) * (ALIGN - 1):
+            expert = padding // (ALIGN - 1)
+            end = tl.minimum(tl.load(expert_offsets_ptr + expert + 1), capacity)
+            gap = tl.load(expert_offsets_ptr + expert) + tl.load(expert_counts_ptr + expert) + padding % (ALIGN - 1)
+            if tl.where(gap < end, gap, -1) >= 0:  # users see these, too
+                fill_row(out_ptr + gap * out_row_stride, LAYOUT.HIDDEN, 0.0, LAYOUT)
+            padding += step
+    unused = tl.where(running, tl.maximum(used, 0), 0) + program
+    while unused < tl.where(running, capacity * zero_tail, capacity):
+        fill_row(out_ptr + unused * out_row_stride, LAYOUT.HIDDEN, tl.where(running, 0.0, float("nan")), LAYOUT)
+        unused += step
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -294,23 +337,26 @@ def _routing(lane: Lane) -> list[tuple[Launcher, int, int]]:
     return [(launcher_of(lane, kernel, staying, **options), programs, blocks) for kernel, staying in unrolled]
 
 
-def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor) -> None:
-    """The experts' input: out[r] = dequantised record index[r], zero where there is none.
+def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor, zero_tail: bool = False) -> None:
+    """The experts' input: out[positions[r, k]] = dequantised record r, zero where an expert's padding is.
 
     Args:
-        lane: a lane that was routed. A poisoned one gives NaN.
-        out: [capacity, hidden] in the tokens' dtype, contiguous rows, written whole.
+        lane: a lane that was routed. A poisoned one gives NaN in all of `out`.
+        out: [capacity, hidden] in the tokens' dtype, contiguous rows.
         overflow: bool [], whether there are more rows than `capacity`.
+        zero_tail: whether rows from `expert_offsets[-1]` on are zeroed; else they are left as they are.
     """
     launch, most = kept(lane, _gathering, out.dtype)
-    rows = out.shape[0]
-    launch(max(1, min(rows, most)), 1, (out, overflow), (out.stride(0),), (rows,))
+    programs = max(1, min(max(out.shape[0], lane.positions.shape[0]), most))
+    launch(programs, 1, (out, overflow), (out.stride(0),), (out.shape[0], zero_tail))
 
 
 def _gathering(lane: Lane, dtype: torch.dtype) -> tuple[Launcher, int]:
     layout = RecordLayout.of(lane.wire, lane.layout.HIDDEN, dtype)
+    programs = 4 if layout.NUM_TILES == 1 else 2
+    limit = register_limit(lane.buffer.device, layout.num_warps, programs) if layout.BLOCKS else {}
     launch = launcher_of(
-        lane, gather_kernel, {"LAYOUT": layout}, ("out_ptr", "overflow_ptr"), ("out_row_stride",), ("capacity",),
-        num_warps=layout.num_warps, enable_fp_fusion=False,
+        lane, gather_kernel, {"LAYOUT": layout}, ("out_ptr", "overflow_ptr"), ("out_row_stride",),
+        ("capacity", "zero_tail"), num_warps=layout.num_warps, enable_fp_fusion=False, **limit,
     )  # fmt: skip
     return launch, most_programs(lane.buffer.device, None)

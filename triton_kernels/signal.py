@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
+from thinwire.triton_kernels import arrive_scope
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.put import base_of, put
 
@@ -85,11 +86,13 @@ class Launch:
         BLOCK: lanes of a vector that holds something of every rank.
         STORE: Triton can store in release order.
         PLATFORM: which clock and scopes there are: "cuda", "hip" or "interpreter".
+        SCOPE: of `arrive`, but on "hip".
     """
 
     BLOCK: int
     STORE: bool
     PLATFORM: str
+    SCOPE: str
 
     @classmethod
     def of(cls, layout: SignalLayout, device: torch.device) -> Launch:
@@ -99,7 +102,13 @@ class Launch:
 
 @lru_cache
 def _launch(world: int, device: torch.device) -> Launch:
-    return Launch(1 << max(0, world - 1).bit_length(), hasattr(tl, "atomic_store"), _platform_of(device))
+    return Launch(1 << max(0, world - 1).bit_length(), hasattr(tl, "atomic_store"), _platform_of(device), _scope())
+
+
+@lru_cache
+def _scope() -> str:
+    """`arrive_scope` as it was when it was asked for first."""
+    return arrive_scope()
 
 
 def _platform_of(device: torch.device) -> str:
@@ -172,7 +181,7 @@ def arrive(control_ptr, LAYOUT: tl.constexpr, LAUNCH: tl.constexpr):
     if LAUNCH.PLATFORM == "hip":
         arrived = tl.atomic_add(control_ptr + LAYOUT.ARRIVALS, 1, sem="acq_rel", scope="sys")
     else:
-        arrived = tl.atomic_add(control_ptr + LAYOUT.ARRIVALS, 1, sem="acq_rel", scope="gpu")
+        arrived = tl.atomic_add(control_ptr + LAYOUT.ARRIVALS, 1, sem="acq_rel", scope=LAUNCH.SCOPE)
     last = arrived == tl.num_programs(0) - 1
     if last:
         tl.store(control_ptr + LAYOUT.ARRIVALS, 0)  # for the next launch, which the stream orders behind this one

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,9 +20,12 @@ import torch.distributed as dist
 from thinwire.comm.hosts import VARIABLE
 from thinwire.comm.memory.heap import Heap
 from thinwire.comm.resources.available import require_available
-from thinwire.errors import TransportUnavailable
+from thinwire.errors import PeerTimeout, TransportUnavailable
 
 _OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's variable, for ranks that share a GPU
+_ALIGNMENT = 128  # bytes, to which kernels have buffers
+_lock = threading.Lock()
+_given: list[str | None] = []  # what the variable was, for each thread that has set it meanwhile
 
 
 class _Gpu(NamedTuple):
@@ -77,37 +86,99 @@ class CudaHeap(Heap):
     def attach(self, offers: list[None]) -> list[int]:
         from torch.distributed import _symmetric_memory
 
-        assert self.local is not None
+        local = self.local
+        assert local is not None
         comm, group = self.comm, self.comm.group
         if len(self.ranks) < comm.size:
             # Only the members make it, for its store: torch would split NCCL's communicator with all ranks.
             everyone = dist.get_process_group_ranks(group)
             members, limit = [everyone[rank] for rank in self.ranks], timedelta(seconds=comm.timeout)
             group = dist.new_group(members, timeout=limit, backend="gloo", use_local_synchronization=True)
-        handle = _symmetric_memory.rendezvous(self.local, group)
+
+        begun = time.monotonic()
+        try:
+            with _without_multicast(), _interrupted_after(comm.timeout):
+                handle = _symmetric_memory.rendezvous(local, group)
+        except RuntimeError as error:
+            if time.monotonic() - begun >= comm.timeout:
+                peers = [rank for rank in self.ranks if rank != comm.rank]
+                raise PeerTimeout(
+                    f"rank {comm.rank} waited {comm.timeout:g} s for torch to map the memory of ranks {peers} on "
+                    f"{comm.device}, and one of them ended or stopped meanwhile: end this process, as torch left its "
+                    f"part undone ({error})"
+                ) from error
+            if "socket" not in str(error):
+                raise
+            raise TransportUnavailable(
+                f"rank {comm.rank} cannot map its peers' memory: {error}; torch's socket is {tempfile.gettempdir()}/"
+                "symm_mem-<process id>: remove those that killed processes left, and give all ranks of a host the same "
+                "folder and process ids"
+            ) from error
         self.mappings = [handle]
-        buffer_ptrs = [self.local.data_ptr()] * comm.size
+        buffer_ptrs = [local.data_ptr()] * comm.size
         for peer, base in zip(self.ranks, handle.buffer_ptrs, strict=True):
             buffer_ptrs[peer] = int(base)
-            if not base:
+            if not base or base % _ALIGNMENT:
                 raise TransportUnavailable(
-                    f"rank {comm.rank} cannot map the memory of rank {peer}: torch gave no address"
+                    f"rank {comm.rank} cannot map the memory of rank {peer}: torch gave the address {base}; a multiple "
+                    f"of {_ALIGNMENT} is needed"
                 )
-        if buffer_ptrs[self.comm.rank] != self.local.data_ptr():
+        if buffer_ptrs[self.comm.rank] != local.data_ptr():
             raise TransportUnavailable(
                 f"torch says that rank {self.comm.rank}'s buffer is at {buffer_ptrs[self.comm.rank]}, but it is at "
-                f"{self.local.data_ptr()}: this version of torch is not supported"
+                f"{local.data_ptr()}: this version of torch is not supported"
             )
         return buffer_ptrs
+
+
+@contextlib.contextmanager
+def _without_multicast() -> Iterator[None]:
+    """Has torch make no multicast object, which nobody uses, and which is where set-up on NVSwitches fails or hangs.
+
+    torch makes none where ranks may share a GPU. Nor does it then compare the numbers of their GPUs, of which each may
+    be cuda:0 to its own rank. It reads the variable in each rendezvous. Threads may be in several at once; the last to
+    leave restores it.
+    """
+    with _lock:
+        _given.append(_given[0] if _given else os.environ.get(_OVERLAPPING))
+        os.environ[_OVERLAPPING] = "1"
+    try:
+        yield
+    finally:
+        with _lock:
+            before = _given.pop()
+            if before is not None and not _given:
+                os.environ[_OVERLAPPING] = before
+            elif not _given:
+                del os.environ[_OVERLAPPING]
+
+
+@contextlib.contextmanager
+def _interrupted_after(seconds: float) -> Iterator[None]:
+    """Interrupts torch's wait for a peer's socket, which has no limit, so that it raises RuntimeError.
+
+    torch holds the interpreter meanwhile, so no thread could end that wait. An alarm of the system does, in the main
+    thread, which alone gets it, and unless somebody else waits for alarms.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGALRM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGALRM, lambda *_: None)  # to be interrupted is enough
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # and again, if it came just before the wait
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 def _why_out_of_reach(own: _Gpu, peer: _Gpu) -> str | None:
     """Why one GPU's kernels cannot store to another's memory; None if nothing is known against it."""
     if (own.host, own.boot) != (peer.host, peer.boot):
         return f"their GPUs are in different hosts, {own.host!r} and {peer.host!r}"
-    if own.number == peer.number and os.environ.get(_OVERLAPPING) != "1":
-        same = "share one GPU" if own.identity == peer.identity else "have different GPUs with the same number"
-        return f"they {same}, cuda:{own.number}; for that, torch needs {_OVERLAPPING}=1, and a gloo group"
+    if own.identity == peer.identity and os.environ.get(_OVERLAPPING) != "1":
+        return f"they share one GPU, cuda:{own.number}; that needs {_OVERLAPPING}=1, and a gloo group"
     visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     if own.identity != peer.identity and peer.identity in visible:
         if not torch.cuda.can_device_access_peer(own.number, visible[peer.identity]):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import inspect
 import os
 import pickle
 import platform
 import re
 import resource
 import signal
+import socket
 import stat
 import threading
 import time
@@ -22,6 +24,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import _symmetric_memory
 
 from tests.helpers.files import open_files
@@ -546,7 +549,8 @@ def three_gpus(monkeypatch):
 
 
 def rank_on_gpu(rank):
-    comm = SimpleNamespace(rank=rank, size=3, device=torch.device("cuda", rank), group=None, in_process=False)
+    device = torch.device("cuda", rank)
+    comm = SimpleNamespace(rank=rank, size=3, device=device, group=None, in_process=False, timeout=30.0)
     return CudaHeap(comm, 4096, range(comm.size))
 
 
@@ -556,9 +560,11 @@ def test_gpus_out_of_reach_are_named_before_anything_is_allocated(three_gpus, mo
     elsewhere = GPUS[1]._replace(host="other")
     with pytest.raises(TransportUnavailable, match="rank 0 .* rank 1: .* different hosts, 'host' and 'other'"):
         rank_on_gpu(0).create([GPUS[0], elsewhere])
-    for peer, told in ((GPUS[0], "share one GPU"), (GPUS[1]._replace(number=0), "have different GPUs with the same")):
-        assert f"they {told}" in (cuda_heap._why_out_of_reach(GPUS[0], peer) or "")
-        assert "ALLOW_OVERLAPPING_DEVICES=1, and a gloo" in (cuda_heap._why_out_of_reach(GPUS[0], peer) or "")
+    for own in (GPUS[0], GPUS[0]._replace(number=1)):
+        why = cuda_heap._why_out_of_reach(own, GPUS[0]) or ""
+        assert "they share one GPU" in why and "ALLOW_OVERLAPPING_DEVICES=1, and a gloo" in why
+    each_sees_its_own = GPUS[2]._replace(identity="GPU-of-another-container", number=0)
+    assert cuda_heap._why_out_of_reach(GPUS[0], each_sees_its_own) is None
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     assert cuda_heap._why_out_of_reach(GPUS[0], GPUS[0]) is None
     unseen = GPUS[2]._replace(identity="GPU-of-another-container")
@@ -572,16 +578,94 @@ def test_ranks_on_one_gpu_count_together(three_gpus, monkeypatch):
         rank_on_gpu(0).create(crowded)
 
 
+def aligned_bytes():
+    """A buffer as torch's CUDA backend places it."""
+    room = torch.zeros(4096 + 128, dtype=torch.uint8)
+    return room[-room.data_ptr() % 128 :][:4096]
+
+
 def test_what_torch_maps_is_checked(monkeypatch):
     heap = rank_on_gpu(0)
-    heap.local = torch.zeros(4096, dtype=torch.uint8)
+    heap.local = aligned_bytes()
     own = heap.local.data_ptr()
-    for pointers, told in (([own, 0, 5], "rank 0 cannot map the memory of rank 1"), ([own + 64, 4, 5], "not support")):
+    for pointers, told in (
+        ([own, 0, 256], "rank 0 cannot map the memory of rank 1"),
+        ([own, 128, 320], "memory of rank 2: torch gave the address 320; a multiple of 128"),
+        ([own + 128, 128, 256], "not support"),
+    ):
         monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda *_, p=pointers: SimpleNamespace(buffer_ptrs=p))
         with pytest.raises(TransportUnavailable, match=told):
             heap.attach([])
-    monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda *_: SimpleNamespace(buffer_ptrs=[own, 4, 5]))
-    assert heap.attach([]) == [own, 4, 5]
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda *_: SimpleNamespace(buffer_ptrs=[own, 128, 256]))
+    assert heap.attach([]) == [own, 128, 256]
+
+
+@pytest.mark.parametrize("given", [None, "0", "1"])
+def test_torch_makes_no_multicast_object(monkeypatch, given):
+    """In whichever order threads leave, the variable is what it was once the last has left, and set until then."""
+    name = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+    monkeypatch.delenv(name, raising=False) if given is None else monkeypatch.setenv(name, given)
+    heaps, seen = [rank_on_gpu(0) for _ in range(2)], []
+    entered, may_leave = threading.Barrier(3), [threading.Event() for _ in heaps]
+
+    def rendezvous(local, group):
+        entered.wait(10)
+        may_leave[group].wait(10)
+        seen.append(os.environ.get(name))
+        return SimpleNamespace(buffer_ptrs=[local.data_ptr(), 128, 256])
+
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", rendezvous)
+    threads = []
+    for number, heap in enumerate(heaps):
+        heap.local, heap.comm.group = aligned_bytes(), number
+        threads.append(threading.Thread(target=heap.attach, args=([],)))
+        threads[-1].start()
+    entered.wait(10)
+    for thread, leave in zip(threads, may_leave, strict=True):
+        leave.set()
+        thread.join(10)
+    assert seen == ["1", "1"] and os.environ.get(name) == given
+
+
+def test_a_wait_that_holds_the_interpreter_ends_in_time_and_says_so(monkeypatch):
+    """As torch's for a peer's socket does, so that no thread of Python's could end it."""
+    heap, (ours, _peers) = rank_on_gpu(0), socket.socketpair()
+    heap.local, heap.comm.timeout = aligned_bytes(), 0.2
+
+    def rendezvous(*_):
+        if ctypes.PyDLL(None).recv(ours.fileno(), ctypes.create_string_buffer(1), 1, 0) < 0:
+            raise RuntimeError("Failed to receive fd: Interrupted system call")
+
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", rendezvous)
+    told = r"rank 0 waited 0.2 s for torch to map the memory of ranks \[1, 2\] on cuda:0.*end this process"
+    with pytest.raises(PeerTimeout, match=told):
+        heap.attach([])
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_socket_that_is_in_the_way_is_named(monkeypatch, tmp_path):
+    heap = rank_on_gpu(0)
+    heap.local = aligned_bytes()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def fail(*_):
+        raise RuntimeError("Failed to bind socket: Address already in use")
+
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", fail)
+    with pytest.raises(TransportUnavailable, match=f"already in use; torch's socket is {tmp_path}/symm_mem-<process"):
+        heap.attach([])
+
+
+def test_this_torch_has_what_the_heap_calls():
+    """Names and parameters of its private functions, as it may change them in any version."""
+    signatures = [inspect.signature(getattr(_symmetric_memory, name)) for name in ("get_backend", "rendezvous")]
+    assert [list(signature.parameters) for signature in signatures] == [["device"], ["tensor", "group"]]
+    assert re.match(
+        r"empty_strided_p2p\(size: [^:]*, stride: [^:]*, dtype: torch.dtype, device: torch.device,",
+        _SymmetricMemory.empty_strided_p2p.__doc__ or "",
+    )
+    assert isinstance(_SymmetricMemory.buffer_ptrs, property)
+    assert _symmetric_memory.get_backend(torch.device("cpu")) is None
 
 
 def test_the_gpus_of_one_host_map_each_other_alone(three_gpus, monkeypatch):
@@ -590,12 +674,12 @@ def test_the_gpus_of_one_host_map_each_other_alone(three_gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: 1 not in (a, b))
     with pytest.raises(RuntimeError, match="device type cuda"):  # rank 1 is not asked for, and there is no GPU
         heap.create(GPUS)
-    heap.local = torch.zeros(4096, dtype=torch.uint8)
+    heap.local = aligned_bytes()
     own = heap.local.data_ptr()
     monkeypatch.setattr(cuda_heap.dist, "get_process_group_ranks", lambda _: [7, 8, 9])
     monkeypatch.setattr(cuda_heap.dist, "new_group", lambda *given, **more: asked.append((given, more)) or "a new one")
-    monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda *_: SimpleNamespace(buffer_ptrs=[5, own]))
-    assert heap.attach([]) == [5, own, own]
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda *_: SimpleNamespace(buffer_ptrs=[128, own]))
+    assert heap.attach([]) == [128, own, own]
     ((given, more),) = asked
     assert given == ([7, 9],) and more["timeout"] == timedelta(seconds=30) and more["use_local_synchronization"]
 

@@ -179,10 +179,11 @@ def _check_gather(kernels: Any, lane: Lane, tokens: list[Tokens], experts: torch
     expected[:used][filled] = dequantize_reference(
         records[:, : lane.wire.row_bytes(x.shape[1], x.dtype)], lane.wire, x.shape[1], x.dtype
     )
-    for capacity in {used + 3, used // 2}:
+    for capacity, zero_tail in ((used + 3, True), (used + 3, False), (used // 2, True)):
         out = torch.full((capacity, x.shape[1]), 7.0, dtype=x.dtype, device=x.device)
         overflow = torch.tensor(capacity % 2 == 0, device=x.device)
-        kernels.gather(lane, out, overflow)
+        kernels.gather(lane, out, overflow, zero_tail)
+        expected[used:] = 0.0 if zero_tail else 7.0
         assert_same_bits("gathered", expected[:capacity], out.cpu())
         assert bool(overflow) == (capacity < used)
     scales = torch.zeros(used, x.shape[1])

@@ -76,7 +76,8 @@ def _check_rows(d: Dispatched, came: list[Seen], align: int) -> None:
         got = []
         for row in range(len(rows)):
             if experts[row] < 0:
-                assert weights[row] == 0 and source[row].tolist() == [-1, -1] and not rows[row].any()
+                assert weights[row] == 0 and source[row].tolist() == [-1, -1]
+                assert row >= len(d.tokens) or not rows[row].any()
                 continue
             number = place[tuple(source[row].tolist())]
             assert_same_bits("row", d.records[number], rows[row])

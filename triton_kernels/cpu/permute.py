@@ -172,7 +172,7 @@ def route(lane: Lane) -> None:
 @device
 def gather_rows(where, begin, stop):
     """Rows `begin` to before `stop` of the experts' input out of the records; returns what a kernel does."""
-    numbers, out, out_stride = where
+    numbers, out, out_stride, zero_tail = where
     lane = numbers_at(numbers)
     if not is_running(lane):
         return POISONED
@@ -184,7 +184,7 @@ def gather_rows(where, begin, stop):
         return _OVERWRITTEN
     layout = record_layout_of(lane)
     records = load_int64(lane.buffer_ptrs + 8 * lane.rank) + lane.records
-    for row in range(begin, stop):
+    for row in range(begin, stop if zero_tail else min(stop, rows)):
         record = load_int64(lane.index + 8 * row) if row < rows else -1
         if record >= lane.world * lane.max_tokens:
             return _OVERWRITTEN
@@ -196,13 +196,13 @@ def gather_rows(where, begin, stop):
 
 
 @kernel
-def gather_rows_kernel(numbers, out, out_stride, capacity, words, member):
+def gather_rows_kernel(numbers, out, out_stride, zero_tail, capacity, words, member):
     """`gather_rows` in each thread of a team."""
-    do_rows(words, member, capacity, gather_rows, (numbers, out, out_stride))
+    do_rows(words, member, capacity, gather_rows, (numbers, out, out_stride, zero_tail))
 
 
 @kernel
-def gather_kernel(numbers, out, out_stride, capacity, overflow, gathered):
+def gather_kernel(numbers, out, out_stride, zero_tail, capacity, overflow, gathered):
     """All rows, unless a team has gathered them, at the address `out`; `out_stride` is in bytes."""
     lane = numbers_at(numbers)
     store_int8(overflow, 0)
@@ -211,7 +211,7 @@ def gather_kernel(numbers, out, out_stride, capacity, overflow, gathered):
     rows = load_int64(lane.expert_offsets + 8 * lane.local_experts)
     if capacity < rows <= lane.num_rows:
         store_int8(overflow, 1)
-    result = gather_rows((numbers, out, out_stride), 0, 0 if gathered else capacity)
+    result = gather_rows((numbers, out, out_stride, zero_tail), 0, 0 if gathered else capacity)
     if gathered and result == WRITTEN:
         for row in range(min(rows, capacity)):  # a thread of the team that met such a one went no further
             if load_int64(lane.index + 8 * row) >= lane.world * lane.max_tokens:
@@ -219,7 +219,7 @@ def gather_kernel(numbers, out, out_stride, capacity, overflow, gathered):
     return result
 
 
-def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor, threads: int = 1) -> None:
+def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor, zero_tail: bool = False, *, threads: int = 1) -> None:
     """`thinwire.triton_kernels.permute.gather` for CPU tensors.
 
     Up to `threads` threads share the rows of a large call.
@@ -233,7 +233,8 @@ def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor, threads: int =
     check_out(out, lane.layout.HIDDEN)
     if overflow.dtype != torch.bool or overflow.numel() != 1:
         raise RoutingError(f"overflow is {overflow.dtype} {tuple(overflow.shape)}; accepted: one torch.bool")
-    arguments = numbers_of(lane, out.dtype).address, out.data_ptr(), out.stride(0) * out.itemsize, out.shape[0]
+    address, stride = numbers_of(lane, out.dtype).address, out.stride(0) * out.itemsize
+    arguments = address, out.data_ptr(), stride, int(zero_tail), out.shape[0]
     gathered = 0
     if threads > 1:
         threads = threads_for(out.shape[0], lane.layout.HIDDEN * out.itemsize, threads)

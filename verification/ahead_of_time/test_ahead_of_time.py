@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -13,7 +15,7 @@ import triton.language as tl
 
 from tests.helpers.rounds import make_lanes
 from tests.helpers.speeds import exhaustive_but
-from thinwire.triton_kernels import dispatch
+from thinwire.triton_kernels import SCOPE_VARIABLE, SCOPES, arrive_scope, dispatch, signal
 from verification.ahead_of_time.harness import Launch, compile_launch, inspect, inspect_signals, record_launches
 from verification.ahead_of_time.matrix import (
     COLLECTIVE_KERNELS,
@@ -31,6 +33,7 @@ from verification.ahead_of_time.matrix import (
     check_tensor_cores,
     compile_case,
     compiled_case,
+    launch_of,
 )
 
 TARGETS = ("sm_80", "sm_90", "gfx942")
@@ -168,6 +171,20 @@ def test_the_matrix_would_see_a_fused_multiply_add(target: str) -> None:
     )
     assert inspect(separate, target).fused == 0
     assert inspect(fused, target).fused > 0
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_programs_arrive_at_the_scope_that_the_environment_names(target: str, scope: str) -> None:
+    """And nothing else of the code is another."""
+    with mock.patch.dict("os.environ", {SCOPE_VARIABLE: scope}), mock.patch.object(signal, "_scope", arrive_scope):
+        signal._launch.cache_clear()
+        launch = launch_of(Case("send_tokens", "int8", 2048, target))
+    signal._launch.cache_clear()
+    ptx = compile_launch(launch, target).asm["ptx"]
+    assert re.findall(r"\batom\.\S*?(\w+)\.acq_rel\b", ptx) == [scope]
+    plain = replace(launch, arguments=launch.arguments | {"LAUNCH": replace(launch.arguments["LAUNCH"], SCOPE="gpu")})
+    assert ptx.replace(f"{scope}.acq_rel", "gpu.acq_rel") == compile_launch(plain, target).asm["ptx"]
 
 
 @triton.jit

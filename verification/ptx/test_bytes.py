@@ -99,9 +99,7 @@ def _of_round(lanes: list[Lane], tokens: list[Tokens]) -> list[Needed]:
         # Each program adds up the counts of all chunks, which takes less time than a launch for it.
         Needed("place_kernel", 2 * planes + counts + words, rows * (8 + 8 + 4) + (2 * local + 1) * 8,
                {"loaded": 2 * planes + PROGRAMS * counts + words}),
-        # A record is loaded for each of its rows, and rows behind the last one become zeros.
-        Needed("gather_kernel", records * record + rows * 8, rows * ROW,
-               {"loaded": rows * record, "stored": (rows + ROOM) * ROW}),
+        Needed("gather_kernel", records * record + rows * 8, rows * ROW),
         Needed("send_sums_kernel", rows * (ROW + 12) + planes, records * sum_bytes + 2 * FLAGS),
         Needed("wait_kernel", 2 * FLAGS + 8, 4),
         Needed("sum_home_kernel", sent * sum_bytes + mine * TOP_K * 4, mine * ROW),

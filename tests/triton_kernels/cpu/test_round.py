@@ -279,11 +279,13 @@ def assert_routed(lane: Lane, arrived: Arrived) -> None:
     assert_same_bits("weights", arrived.weights, lane.weights)
 
 
-def gathered(lane: Lane, capacity: int, dtype: torch.dtype, threads: int = 1) -> tuple[torch.Tensor, bool]:
-    """What `gather` gives, after checking that it wrote nothing else."""
+def gathered(
+    lane: Lane, capacity: int, dtype: torch.dtype, threads: int = 1, zero_tail: bool = False
+) -> tuple[torch.Tensor, bool]:
+    """What `gather` makes of rows of 7, after checking that it wrote nothing else."""
     memory = torch.full((capacity + 1, lane.layout.HIDDEN + 3), 7.0, dtype=dtype)
     overflow = torch.tensor([False, True, False])[capacity % 2 :][:1].view([]).clone()
-    gather(lane, memory[:-1, :-3], overflow, threads)
+    gather(lane, memory[:-1, :-3], overflow, zero_tail, threads=threads)
     assert (memory[-1] == 7.0).all() and (memory[:, -3:] == 7.0).all(), "written past a row"
     return memory[:-1, :-3], bool(overflow)
 
@@ -302,9 +304,11 @@ def play(
     travels, arrivals = dispatch_all(lanes, sent, threads)
     for lane, arrived in zip(lanes, arrivals, strict=True):
         rows = len(arrived.rows)
-        for room in {rows + 2, rows, rows // 2}:
-            out, overflow = gathered(lane, room, dtype, threads)
-            assert_same_bits("gathered", torch.nn.functional.pad(arrived.rows, (0, 0, 0, room - rows)), out)
+        for room, zero_tail in ((rows + 2, False), (rows + 5, True), (rows, False), (rows // 2, True)):
+            out, overflow = gathered(lane, room, dtype, threads, zero_tail)
+            padding = (0, 0, 0, room - rows)
+            expected = torch.nn.functional.pad(arrived.rows, padding, value=0.0 if zero_tail else 7.0)
+            assert_same_bits("gathered", expected, out)
             assert overflow == (rows > room)
     images = [lane.buffer.clone() for lane in lanes]
     sums = []

@@ -90,7 +90,7 @@ def call_every_kernel() -> None:
     records = torch.empty(4, wire.row_bytes(rows.shape[1]), dtype=torch.uint8, device="cpu")
     pack_rows(rows, wire, None, records, threads=2)
     unpack_rows(records, wire, None, None, rows, threads=2)
-    teams = (store_tokens_kernel, 8), (gather_rows_kernel, 4), (store_sums_kernel, 10), (sum_tokens_kernel, 7)
+    teams = (store_tokens_kernel, 8), (gather_rows_kernel, 5), (store_sums_kernel, 10), (sum_tokens_kernel, 7)
     for kernel, arguments in teams:
         kernel(*[0] * arguments, np.zeros(64, np.int32), 0)  # a team without chunks looks at nothing
     move_in_team(1, np.zeros(len(SCALARS), np.int64), np.zeros((len(PEERS), 1), np.int64), 0)  # nor one without a call
