@@ -24,7 +24,7 @@ from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.dispatch import owner_of
 from thinwire.triton_kernels.launch import Launcher, kept, launcher_of
 from thinwire.triton_kernels.put import base_of, put, record_at
-from thinwire.triton_kernels.record import NONE, RecordLayout
+from thinwire.triton_kernels.record import MAX_TILE, NONE, RecordLayout
 from thinwire.triton_kernels.round_layout import Lane, check_home_grads, check_weight_grads
 from thinwire.triton_kernels.signal import (
     arrive,
@@ -80,10 +80,10 @@ def places_of(base, slot, owners, ROUND: tl.constexpr, K_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def token_of(number, peers, counts, ends):
-    """Source and number there of one of the tokens that came from `peers`; `ends` is the sum of `counts` so far."""
+def slot_of(number, peers, counts, ends, ROUND: tl.constexpr):
+    """The slot of one of the tokens that came from `peers`; `ends` is the sum of `counts` so far."""
     source = tl.sum(tl.where(ends <= number, 1, 0))
-    return source, number - tl.sum(tl.where(peers < source, counts, 0))
+    return source * ROUND.MAX_TOKENS + number - tl.sum(tl.where(peers < source, counts, 0))
 
 
 @triton.jit(do_not_specialize=["rank", "num_rows"])
@@ -108,33 +108,35 @@ def send_sums_kernel(
 ):
     """Sums to their homes, then the signal. Any number of programs."""
     lines: tl.constexpr = ROUND.COMBINE_SIGNALS
+    base = buffer_ptr.to(tl.int64)
+    # Tokens are numbered through the sources, so that few tokens still spread over all programs.
+    peers = tl.arange(0, LAUNCH.BLOCK)
+    tokens = signal_words(base, ROUND.SIGNALS, ROUND.TOKENS, peers, ROUND)
+    counts = tl.load(tokens, mask=peers < ROUND.WORLD, other=0)  # on its way while the status is
+    counts = tl.minimum(tl.maximum(counts, 0), ROUND.MAX_TOKENS)  # a peer may write since they were checked
     if tl.load(control_ptr + ROUND.STATUS) == ROUND.RUNNING:
-        base = buffer_ptr.to(tl.int64)
-        # Tokens are numbered through the sources, so that few tokens still spread over all programs.
-        peers = tl.arange(0, LAUNCH.BLOCK)
-        tokens = signal_words(base, ROUND.SIGNALS, ROUND.TOKENS, peers, ROUND)
-        counts = tl.load(tokens, mask=peers < ROUND.WORLD, other=0)
-        counts = tl.minimum(tl.maximum(counts, 0), ROUND.MAX_TOKENS)  # a peer may write since they were checked
         ends = tl.cumsum(counts, axis=0)
         total = tl.sum(counts)
         sums: tl.constexpr = ROUND.TOP_K if ROUND.INVARIANT else 1  # of a token, each of so many terms:
         terms: tl.constexpr = ROUND.TOP_K // sums
+        parts: tl.constexpr = 1 if LAYOUT.TWO_PASSES or AS_THEY_ARE else LAYOUT.NUM_TILES  # of a sum
+        items: tl.constexpr = sums * parts
         item = tl.program_id(0)
-        source, token = token_of(item // sums, peers, counts, ends)
-        slot = source.to(tl.int64) * ROUND.MAX_TOKENS + token
-        listed = load_positions(positions_ptr + (slot * ROUND.TOP_K + item % sums), terms, item < total * sums)
-        ids = ids_of(base, slot, ROUND, K_BLOCK, item < total * sums)
-        while item < total * sums:
-            home, of_token, number = base_of(home_ptrs, source), token.to(tl.int64), item % sums
-            # Computed anew: a slot that is held from when it was loaded for would spill.
-            first = (source.to(tl.int64) * ROUND.MAX_TOKENS + token) * ROUND.TOP_K + number
+        slot, there = slot_of(item // items, peers, counts, ends, ROUND), item < total * items
+        listed = load_positions(positions_ptr + slot.to(tl.int64) * ROUND.TOP_K + item // parts % sums, terms, there)
+        ids = ids_of(base, slot.to(tl.int64), ROUND, K_BLOCK, there)
+        while item < total * items:
+            number, part = item // parts % sums, item % parts
+            home, of_token = base_of(home_ptrs, slot // ROUND.MAX_TOKENS), (slot % ROUND.MAX_TOKENS).to(tl.int64)
+            first = slot.to(tl.int64) * ROUND.TOP_K + number
             found, owners = num_terms(listed), owner_of(ids, ROUND)
             # What the next one needs is on its way while this one's rows are added up.
             item += tl.num_programs(0)
-            source, token = token_of(item // sums, peers, counts, ends)
-            slot = source.to(tl.int64) * ROUND.MAX_TOKENS + token
-            listed = load_positions(positions_ptr + (slot * ROUND.TOP_K + item % sums), terms, item < total * sums)
-            ids = ids_of(base, slot, ROUND, K_BLOCK, item < total * sums)
+            slot, there = slot_of(item // items, peers, counts, ends, ROUND), item < total * items
+            listed = load_positions(
+                positions_ptr + slot.to(tl.int64) * ROUND.TOP_K + item // parts % sums, terms, there
+            )
+            ids = ids_of(base, slot.to(tl.int64), ROUND, K_BLOCK, there)
             if found > 0:
                 if ROUND.INVARIANT:  # behind those of the ranks below, the rank's own experts are in ascending order
                     ordinal = tl.sum(tl.where(owners >= 0, tl.where(owners < rank, 1, 0), 0)) + number
@@ -144,7 +146,7 @@ def send_sums_kernel(
                 record = record_at(home + (ROUND.SUMS + (of_token * ROUND.SLOTS + ordinal) * ROUND.SUM_BYTES))
                 if ROUND.WEIGHT_GRADS:  # before the sum, or what they need would be held all the while
                     ks = tl.arange(0, K_BLOCK)
-                    mine = owners == rank
+                    mine = (owners == rank) & (part == 0)
                     grads = tl.load(weight_grads_ptr + first + ks, mask=mine, other=0.0)
                     target = home + (ROUND.WEIGHT_GRADS + of_token * (ROUND.TOP_K * 4))
                     put(target.to(tl.pointer_type(tl.float32)) + ks, grads, mine)
@@ -152,7 +154,8 @@ def send_sums_kernel(
                 if AS_THEY_ARE:
                     copy_record(rows, positions_ptr + first, record, LAYOUT)
                 else:
-                    store_sum(rows, positions_ptr + first, weights_ptr + first, found, record, LAYOUT, ENCODED)
+                    weights = weights_ptr + first
+                    store_sum(rows, positions_ptr + first, weights, found, record, part, parts, LAYOUT, ENCODED)
         if arrive(control_ptr, ROUND, LAUNCH):
             store_signal_words(buffer_ptrs, rank, lines, ROUND.END, ROUND.WITH_SUMS, ROUND, LAUNCH)
             epoch = tl.load(control_ptr + ROUND.EPOCH)
@@ -263,15 +266,18 @@ def send_sums(
 def _sum_sending(
     lane: Lane, dtype: torch.dtype, row_dtype: torch.dtype, as_they_are: bool, num_programs: int | None
 ) -> tuple[Launcher, int]:
-    layout, device = RecordLayout.of(lane.combine_wire, lane.layout.HIDDEN, dtype), lane.buffer.device
+    wire, device = lane.combine_wire, lane.buffer.device
+    # Half a row each, where no scale needs all of it: four programs share a multiprocessor, and few rows suffice them.
+    whole = wire.row_scale or as_they_are
+    layout = RecordLayout.of(wire, lane.layout.HIDDEN, dtype, MAX_TILE if whole else MAX_TILE // 2)
     launch = launcher_of(
         lane, send_sums_kernel, {"LAYOUT": layout, "ENCODED": row_dtype == torch.uint8, "AS_THEY_ARE": as_they_are},
         ("expert_out_ptr", "weight_grads_ptr"), ("expert_out_row_stride",), ("num_rows",),
-        num_warps=layout.num_warps if as_they_are else sum_warps(lane.combine_wire, layout), enable_fp_fusion=False,
+        num_warps=layout.num_warps if as_they_are else sum_warps(wire, layout), enable_fp_fusion=False,
         **_register_limit(lane, row_dtype),
     )  # fmt: skip
     sums = lane.positions.shape[0] * (lane.layout.TOP_K if lane.layout.INVARIANT else 1)
-    return launch, num_programs_for(sums, device, num_programs)
+    return launch, num_programs_for(sums * (1 if whole else layout.NUM_TILES), device, num_programs)
 
 
 def sum_home(lane: Lane, out: torch.Tensor, weight_grads: torch.Tensor | None = None) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from thinwire.triton_kernels.codec import dequantize_row, dequantized_tile, fill_row
-from thinwire.triton_kernels.combine import token_of
+from thinwire.triton_kernels.combine import slot_of
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.launch import Launcher, kept, launch_in_turn, launcher_of
 from thinwire.triton_kernels.record import RecordLayout
@@ -275,16 +275,14 @@ def gather_kernel(
     counts = received_tokens(base, control_ptr, peers, ROUND)
     ends, total = tl.cumsum(counts, axis=0), tl.sum(counts)
     number = program
-    source, token = token_of(number, peers, counts, ends)
-    first = positions_ptr + (source.to(tl.int64) * ROUND.MAX_TOKENS + token) * ROUND.TOP_K
-    wanted = tl.load(first, mask=number < total, other=-1) >= 0
+    slot = slot_of(number, peers, counts, ends, ROUND).to(tl.int64)
+    wanted = tl.load(positions_ptr + slot * ROUND.TOP_K, mask=number < total, other=-1) >= 0
     while number < total:
-        record, here = source.to(tl.int64) * ROUND.MAX_TOKENS + token, wanted
+        record, here = slot, wanted
         # Whether the next one is for experts here is on its way while this one is stored.
         number += step
-        source, token = token_of(number, peers, counts, ends)
-        first = positions_ptr + (source.to(tl.int64) * ROUND.MAX_TOKENS + token) * ROUND.TOP_K
-        wanted = tl.load(first, mask=number < total, other=-1) >= 0
+        slot = slot_of(number, peers, counts, ends, ROUND).to(tl.int64)
+        wanted = tl.load(positions_ptr + slot * ROUND.TOP_K, mask=number < total, other=-1) >= 0
         if here:
             address = tl.multiple_of(buffer_ptr + (ROUND.RECORDS + record * ROUND.RECORD_BYTES), 16)
             positions = positions_ptr + record * ROUND.TOP_K

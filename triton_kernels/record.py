@@ -14,8 +14,8 @@ from thinwire.wire import BLOCK, FORMATS, WireFormat
 NONE, INT4, FP8 = (tl.constexpr(FORMATS[name].kind) for name in ("none", "int4", "fp8"))
 INT6, INT10 = (tl.constexpr(FORMATS[name].kind) for name in ("int6", "int10"))
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-# Columns that one program holds at a time. A longer row goes through in tiles, twice where one scale serves all of it.
-_MAX_TILE = 8192
+#: Columns that one program holds at a time. A longer row goes through in tiles, twice where one scale serves all of it.
+MAX_TILE = 8192
 # The narrowest tile: 16 bytes of the narrowest payload, so that tiles always reach the scales.
 _MIN_TILE = 32
 
@@ -53,16 +53,19 @@ class RecordLayout:
     LOWERED: int  # subtracted from a scale's bits: 2**-6 of what is rotated
 
     @classmethod
-    def of(cls, wire: WireFormat, hidden: int, dtype: torch.dtype) -> RecordLayout:
-        """The layout of `wire` for rows of `hidden` elements; `dtype` is the rows' own, which `none` keeps."""
+    def of(cls, wire: WireFormat, hidden: int, dtype: torch.dtype, most: int = MAX_TILE) -> RecordLayout:
+        """The layout of `wire` for rows of `hidden` elements; `dtype` is the rows' own, which `none` keeps.
+
+        A tile has at most so many columns, or one group.
+        """
         row_bytes, planes = wire.row_bytes(hidden, dtype), FORMATS[wire.name].planes
         scales_offset = wire.scales_offset(hidden, dtype)
         block = max(BLOCK if wire.blocks else _MIN_TILE, _next_power_of_2(hidden))
         if wire.quantized and not wire.row_scale:
             group = wire.group
-            tile_groups = max(1, min(block, _MAX_TILE) // group)
+            tile_groups = max(1, min(block, most) // group)
         else:
-            group = min(block, _MAX_TILE)
+            group = min(block, most)
             tile_groups = 1
         num_tiles = -(-hidden // (group * tile_groups))
         tail_words = 0
@@ -90,7 +93,7 @@ class RecordLayout:
             DTYPE=_TRITON_DTYPES[dtype],
             BITS=FORMATS[wire.name].bits,
             PAYLOAD_BYTES=wire.payload_bytes(hidden, dtype),
-            COPY_BLOCK=min(_MAX_TILE, _next_power_of_2(row_bytes)),
+            COPY_BLOCK=min(MAX_TILE, _next_power_of_2(row_bytes)),
             SECOND_PLANE=wire.columns(hidden) * planes[0] // 8 if planes else 0,
             BLOCKS=group * tile_groups // BLOCK if wire.blocks else 0,
             WIDTH=16 // dtype.itemsize,

@@ -103,18 +103,26 @@ def copy_record(rows, positions, record, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def store_sum(rows, positions, weights, terms, record, LAYOUT: tl.constexpr, ENCODED: tl.constexpr):
-    """The weighted sum of the rows that `positions` names, quantised into `record`; arguments as above."""
+def store_sum(
+    rows, positions, weights, terms, record, part, PARTS: tl.constexpr, LAYOUT: tl.constexpr, ENCODED: tl.constexpr
+):
+    """One of PARTS, 1 or NUM_TILES, of the weighted sum of the rows that `positions` names, quantised into `record`.
+
+    With TWO_PASSES there is but one. Other arguments are as above.
+    """
     row_amax = tl.zeros((1,), tl.int32)
     if LAYOUT.TWO_PASSES:
         for tile in range(LAYOUT.NUM_TILES):
             total = weighted_sum_tile(rows, positions, weights, terms, tile, LAYOUT, ENCODED)
             row_amax = tl.maximum(row_amax, group_amax(rotated(total, LAYOUT), LAYOUT))
-    for tile in range(LAYOUT.NUM_TILES):
+    tiles: tl.constexpr = LAYOUT.NUM_TILES // PARTS
+    for number in range(tiles):
+        tile = part * tiles + number
         total = rotated(weighted_sum_tile(rows, positions, weights, terms, tile, LAYOUT, ENCODED), LAYOUT)
         amax = row_amax if LAYOUT.TWO_PASSES else group_amax(total, LAYOUT)
         store_record_tile(record, total, amax, tile, LAYOUT)
-    store_record_tail(record, LAYOUT)
+    if part == PARTS - 1:
+        store_record_tail(record, LAYOUT)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -136,7 +144,7 @@ def pack_weighted_sums_kernel(
     positions, weights = positions_ptr + record * TOP_K, weights_ptr + record * TOP_K
     rows = (expert_out_ptr, expert_out_row_stride, num_rows)
     terms = num_terms(load_positions(positions, TOP_K))
-    store_sum(rows, positions, weights, terms, base, LAYOUT, ENCODED)
+    store_sum(rows, positions, weights, terms, base, 0, 1, LAYOUT, ENCODED)
 
 
 @triton.jit

@@ -82,6 +82,7 @@ def _shapes(comm: Communicator) -> None:
     _rounds("int8", world=3, counts=(2, 0, 3), num_experts=2, top_k=2)  # a rank without experts
     _rounds("none", world=2, counts=(3, 2), hidden=1, top_k=1, dtype=torch.float16)
     _rounds("int8:row", counts=(1, 1), hidden=9001, num_experts=40, top_k=32)  # two tiles; two blocks of experts
+    _rounds("int8", counts=(1, 2), hidden=4300, weight_grads=True)  # sums go home in halves
     _rounds("int8", counts=(70, 3), hidden=20, num_experts=70)  # six chunks
 
 

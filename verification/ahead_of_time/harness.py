@@ -152,7 +152,7 @@ def inspect_signals(compiled: Any) -> Signals:
             for release in releases
         ),
         arrivals=len(re.findall(r"atom\.global\.gpu\.acq_rel\.add", ptx)),
-        acquires=len(re.findall(r"atom\.global\.sys\.acquire", ptx)),
+        acquires=len(re.findall(r"atom\.global\.sys\.acquire|ld\.acquire\.sys", ptx)),
         exchanges=len(re.findall(r"(?:atom|red)\.global\.sys\.\w+\.(?:exch|cas)", ptx)),
     )
 

@@ -41,7 +41,7 @@ REDUNDANT = {
     r"^load_flags < wait_for_all .*acquire": "a stuck line ends the wait; what it says is read behind another look",
     r"^load_flags < behind < give_up .*acquire": "who gives up reads nothing that a late flag publishes",
     r"^publish < .*bar\.": "the threads of a line's words store its flag, and `arrive` has a barrier behind all rows",
-    r"^(?:wait_for_all|await_leg) .*bar\.": "Triton gives all threads the flags through shared memory, with a barrier",
+    r"^(?:wait_for_all|await_leg) .*bar\.": "behind flags of second legs, room and pieces the kernel reads nothing",
     r"^arrive < .*recv_rows_kernel: bar\.": (
         "a row's columns change threads after it is loaded, behind a barrier of Triton's"
     ),
