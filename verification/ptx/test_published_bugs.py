@@ -79,14 +79,19 @@ BUGS: dict[str, tuple[type[Rounds], Edit | None]] = {
 }
 
 
-@pytest.mark.parametrize("bug", [None, *BUGS])
-def test_a_bug_that_others_shipped_is_a_race(bug: str | None) -> None:
-    kind, edit = BUGS[bug] if bug else (Rounds, None)
-    device = Device(ranks=2, races=True, edit=edit, warps="any order")
+def _races(kind: type[Rounds], edit: Edit | None, seed: int) -> bool:
+    device = Device(ranks=2, races=True, edit=edit, seed=seed, warps="any order")
     with device.patch(queued=True):
         rounds = kind.of(device, 2, hidden=1536, max_tokens=2)
         for counts in ((2, 1), (1, 2), (2, 2)):
             rounds.queue(counts=counts)
         device.run_queued()
     assert device.races is not None
-    assert bool(device.races.found) == bool(bug)
+    return bool(device.races.found)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_that_others_shipped_is_a_race(bug: str) -> None:
+    """In one of a few orders: a flag that says too little may come at the right time."""
+    assert any(_races(*BUGS[bug], seed) for seed in range(4))
+    assert not _races(Rounds, None, 0)
