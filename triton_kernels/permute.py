@@ -24,7 +24,7 @@ from thinwire.triton_kernels.codec import dequantize_row, dequantized_tile, fill
 from thinwire.triton_kernels.combine import slot_of
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.launch import Launcher, kept, launch_in_turn, launcher_of
-from thinwire.triton_kernels.record import RecordLayout
+from thinwire.triton_kernels.record import INT4, RecordLayout
 from thinwire.triton_kernels.round_layout import Lane
 from thinwire.triton_kernels.rows import columns_in_order
 from thinwire.triton_kernels.signal import most_programs, num_programs_for, register_limit, signal_words
@@ -268,9 +268,6 @@ def gather_kernel(
     """Each record that came into the rows of its experts, and zeros between experts. Any number of programs."""
     base, program, step = buffer_ptr.to(tl.int64), tl.program_id(0), tl.num_programs(0)
     running = tl.load(control_ptr + ROUND.STATUS) == ROUND.RUNNING
-    used = tl.load(expert_offsets_ptr + num_local)
-    if program == 0:
-        tl.store(overflow_ptr, tl.where(used > capacity, 1, 0).to(tl.int8))
     peers = tl.arange(0, LAUNCH.BLOCK)
     counts = received_tokens(base, control_ptr, peers, ROUND)
     ends, total = tl.cumsum(counts, axis=0), tl.sum(counts)
@@ -296,7 +293,12 @@ def gather_kernel(
             if tl.where(gap < end, gap, -1) >= 0:  # users see these, too
                 fill_row(out_ptr + gap * out_row_stride, LAYOUT.HIDDEN, 0.0, LAYOUT)
             padding += step
-    unused = tl.where(running, tl.maximum(used, 0), 0) + program
+    used = tl.load(expert_offsets_ptr + num_local)
+    if program == 0:
+        tl.store(overflow_ptr, tl.where(used > capacity, 1, 0).to(tl.int8))
+    # Users see the offsets, too: as they may be, a program's number more could be a row before the first.
+    used = tl.minimum(tl.maximum(used, 0), capacity)
+    unused = tl.where(running, used, 0) + program
     while unused < tl.where(running, capacity * zero_tail, capacity):
         fill_row(out_ptr + unused * out_row_stride, LAYOUT.HIDDEN, tl.where(running, 0.0, float("nan")), LAYOUT)
         unused += step
@@ -352,7 +354,8 @@ def gather(lane: Lane, out: torch.Tensor, overflow: torch.Tensor, zero_tail: boo
 def _gathering(lane: Lane, dtype: torch.dtype) -> tuple[Launcher, int]:
     layout = RecordLayout.of(lane.wire, lane.layout.HIDDEN, dtype)
     programs = 4 if layout.NUM_TILES == 1 else 2
-    limit = register_limit(lane.buffer.device, layout.num_warps, programs) if layout.BLOCKS else {}
+    least = 128 if layout.BLOCKS or layout.KIND == INT4 else 64  # what decoding needs
+    limit = register_limit(lane.buffer.device, layout.num_warps, programs, least)
     launch = launcher_of(
         lane, gather_kernel, {"LAYOUT": layout}, ("out_ptr", "overflow_ptr"), ("out_row_stride",),
         ("capacity", "zero_tail"), num_warps=layout.num_warps, enable_fp_fusion=False, **limit,

@@ -6,7 +6,6 @@ import contextlib
 import os
 import platform
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from thinwire.errors import PeerTimeout, TransportUnavailable
 
 _OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's variable, for ranks that share a GPU
 _ALIGNMENT = 128  # bytes, to which kernels have buffers
+_MOST_PATH = 107  # bytes of a socket's path; torch does not look
 _lock = threading.Lock()
 _given: list[str | None] = []  # what the variable was, for each thread that has set it meanwhile
 
@@ -77,6 +77,9 @@ class CudaHeap(Heap):
                 why = _why_out_of_reach(own, gpu)
                 if why is not None:
                     raise TransportUnavailable(f"rank {self.comm.rank} cannot map the memory of rank {peer}: {why}")
+        why = _why_no_socket()
+        if why is not None:
+            raise TransportUnavailable(f"rank {self.comm.rank} cannot map its peers' memory: {why}")
         sharing = [gpu.available_bytes for gpu in facts if gpu.identity == own.identity]
         require_available(len(sharing), self.num_bytes, min(sharing), f"rank {self.comm.rank}'s {self.comm.device}")
         self.local = _SymmetricMemory.empty_strided_p2p((self.num_bytes,), (1,), torch.uint8, self.comm.device)
@@ -107,12 +110,11 @@ class CudaHeap(Heap):
                     f"{comm.device}, and one of them ended or stopped meanwhile: end this process, as torch left its "
                     f"part undone ({error})"
                 ) from error
-            if "socket" not in str(error):
+            if "socket" not in str(error) and " fd: " not in str(error):
                 raise
             raise TransportUnavailable(
-                f"rank {comm.rank} cannot map its peers' memory: {error}; torch's socket is {tempfile.gettempdir()}/"
-                "symm_mem-<process id>: remove those that killed processes left, and give all ranks of a host the same "
-                "folder and process ids"
+                f"rank {comm.rank} cannot map its peers' memory: {error}; torch's socket is {_socket()}, and those of "
+                "its peers have their process ids there: give all ranks of a host the same folder and process ids"
             ) from error
         self.mappings = [handle]
         buffer_ptrs = [local.data_ptr()] * comm.size
@@ -161,16 +163,36 @@ def _interrupted_after(seconds: float) -> Iterator[None]:
     thread, which alone gets it, and unless somebody else waits for alarms.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGALRM) != signal.SIG_DFL:
+    has_alarm = signal.getitimer(signal.ITIMER_REAL)[0] > 0  # without a handler, as of who wants the process to end
+    if not is_main or has_alarm or signal.getsignal(signal.SIGALRM) != signal.SIG_DFL:
         yield
         return
-    signal.signal(signal.SIGALRM, lambda *_: None)  # to be interrupted is enough
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # and again, if it came just before the wait
     try:
+        signal.signal(signal.SIGALRM, lambda *_: None)  # to be interrupted is enough
+        signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # and again, if it came just before the wait
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # drops one that is on its way, which would end the process
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def _socket() -> str:
+    """The path of torch's socket for this process's memory."""
+    folders = (os.environ.get(name) for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"))
+    return f"{next((folder for folder in folders if folder is not None), '/tmp')}/symm_mem-{os.getpid()}"
+
+
+def _why_no_socket() -> str | None:
+    """Why torch cannot make it; None if nothing is known. In torch, peers would wait for a rank that cannot."""
+    path = _socket()
+    if len(os.fsencode(path)) > _MOST_PATH:
+        return f"torch's socket {path} has more than {_MOST_PATH} bytes: name a shorter folder in TMPDIR"
+    if os.path.lexists(path):
+        return f"torch's socket {path} exists, of a killed process: remove it, or name another folder in TMPDIR"
+    if not os.access(os.path.dirname(path), os.W_OK | os.X_OK):
+        return f"torch cannot make its socket {path}: name a folder in TMPDIR to which it may write"
+    return None
 
 
 def _why_out_of_reach(own: _Gpu, peer: _Gpu) -> str | None:

@@ -206,7 +206,13 @@ def _on_all_ranks(
     own: tuple[object, ...] = (result,)
     if error is not None:
         own = next(name for name, kind in _KINDS.items() if isinstance(error, kind)), str(error)[:MOST_TEXT]
-    outcomes = comm.all_gather_data(own, OneOf((str, str), (shape,)))
+    try:
+        outcomes = comm.all_gather_data(own, OneOf((str, str), (shape,)))
+    except PeerTimeout as timeout:
+        if error is not None:  # for which the peers may be waiting where they cannot hear of it, as in torch
+            notes: list[str] = getattr(timeout, "__notes__", [])
+            timeout.__notes__ = [*notes, f"before that: {error}"]  # add_note, which Python 3.10 lacks
+        raise
     for rank, outcome in enumerate(outcomes):
         if len(outcome) == 2:
             kind, text = outcome

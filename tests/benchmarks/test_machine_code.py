@@ -34,7 +34,7 @@ LEAN = {
     "dequantize": (8, 9, 64),
     "gather": (9, 10, 32),
     "send_tokens": (12, 12, 24),
-    "send_sums": (23, 23, 32),
+    "send_sums": (24, 24, 32),
     "sum_home": (14, 14, 32),
 }
 

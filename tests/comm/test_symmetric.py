@@ -646,14 +646,58 @@ def test_a_wait_that_holds_the_interpreter_ends_in_time_and_says_so(monkeypatch)
 def test_a_socket_that_is_in_the_way_is_named(monkeypatch, tmp_path):
     heap = rank_on_gpu(0)
     heap.local = aligned_bytes()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    path = tmp_path / f"symm_mem-{os.getpid()}"
+    for problem in ("Failed to bind socket: Address already in use", "Failed to send fd: No such file or directory"):
 
-    def fail(*_):
-        raise RuntimeError("Failed to bind socket: Address already in use")
+        def fail(*_, problem=problem):
+            raise RuntimeError(problem)
 
-    monkeypatch.setattr(_symmetric_memory, "rendezvous", fail)
-    with pytest.raises(TransportUnavailable, match=f"already in use; torch's socket is {tmp_path}/symm_mem-<process"):
+        monkeypatch.setattr(_symmetric_memory, "rendezvous", fail)
+        with pytest.raises(TransportUnavailable, match=f"{problem}; torch's socket is {path}, .* same folder"):
+            heap.attach([])
+
+
+def test_a_socket_that_torch_cannot_make_is_told_before_peers_wait_for_it(three_gpus, monkeypatch, tmp_path):
+    """In `create`, after which all ranks hear of it."""
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+    (tmp_path / f"symm_mem-{os.getpid()}").touch()
+    for folder, told in (
+        (tmp_path, "exists, of a killed process: remove it"),
+        (tmp_path / ("long" * 30), "has more than 107 bytes"),
+        (tmp_path / "missing", "cannot make its socket"),
+    ):
+        monkeypatch.setenv("TMPDIR", str(folder))
+        with pytest.raises(TransportUnavailable, match=f"rank 0 cannot map its peers' memory: .*{told}"):
+            rank_on_gpu(0).create(GPUS)
+    monkeypatch.setenv("TMPDIR", str(tmp_path.parent))
+    with pytest.raises(RuntimeError, match="device type cuda"):  # as there is no GPU
+        rank_on_gpu(0).create(GPUS)
+
+
+def test_a_rank_that_failed_where_its_peers_do_not_hear_of_it_says_why():
+    def gather(*_):
+        raise PeerTimeout("rank 1 did not take part")
+
+    def step():
+        raise TransportUnavailable("no handle")
+
+    with pytest.raises(PeerTimeout) as caught:
+        symmetric._on_all_ranks(SimpleNamespace(rank=0, all_gather_data=gather), step, None)
+    assert caught.value.__notes__ == ["before that: no handle"]
+
+
+def test_an_alarm_of_the_program_that_ends_the_process_is_left_to_it(monkeypatch):
+    heap = rank_on_gpu(0)
+    heap.local = aligned_bytes()
+    own = heap.local.data_ptr()
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda *_: SimpleNamespace(buffer_ptrs=[own, 128, 256]))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 3000)
         heap.attach([])
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 2000
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def test_this_torch_has_what_the_heap_calls():

@@ -136,6 +136,27 @@ def _foreign_ids(comm: Communicator) -> None:
     assert lanes[0].index[:5].tolist() == [0, 6, 2, 5, -1]
 
 
+def _what_somebody_wrote(comm: Communicator) -> None:
+    """Whatever users write into the tensors that they see, nothing but the rows given is written."""
+    lanes = make_lanes(2, 5, 3, 40, 6, align=4)
+    tokens = [Tokens.random(6, 40, 3, 5, torch.float32, torch.Generator().manual_seed(0)) for _ in lanes]
+    for lane, mine in zip(lanes, tokens, strict=True):
+        KERNELS.send_tokens(lane, mine.x, mine.ids, mine.weights)
+    lane = lanes[0]
+    KERNELS.wait(lane, DISPATCH, 1.0, 0.1)
+    KERNELS.route(lane)
+    rows = int(lane.expert_offsets[-1])
+    memory, overflow = torch.full((rows + 46, 64), 7.0), torch.tensor(False)
+    for tensor in (lane.positions, lane.index, lane.expert_counts, lane.expert_offsets):
+        routed = tensor.clone()
+        for value in (-(2**63), -1, rows + 6, 2**62, 2**63 - 1):
+            tensor.fill_(value)
+            for zero_tail in (False, True):
+                KERNELS.gather(lane, memory[20:-20, :40], overflow, zero_tail)
+        tensor.copy_(routed)
+    assert (memory[:20] == 7).all() and (memory[-20:] == 7).all() and (memory[:, 40:] == 7).all()
+
+
 def _a_silent_rank(comm: Communicator) -> None:
     """Rank 2 sends nothing: the others blame it, tell each other, and their lanes give NaN and send nothing more."""
     lanes = make_lanes(3, 4, 2, 32, 4)
@@ -176,6 +197,7 @@ def _a_silent_rank(comm: Communicator) -> None:
         pytest.param(_some_close, marks=pytest.mark.exhaustive),
         _mismatches,
         _foreign_ids,
+        _what_somebody_wrote,
         _a_silent_rank,
     ],
 )
