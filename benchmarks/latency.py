@@ -1,6 +1,6 @@
 """Reckons how long each launch of a round takes, from latencies of instructions and from bytes; needs no GPU.
 
-    python -m benchmarks.latency --json benchmarks/results/machine_code/latency.json
+    python -m benchmarks.latency --json benchmarks/results/latency.json
     python -m benchmarks.latency --tokens 128 --waits 5     # decode alone, in half a minute; what its paths wait for
 
 The compiled kernels of rank 0 of 8 run on the CPU (`verification/ptx/meter.py`), with 7168 columns and top 8 of 256. Of

@@ -395,7 +395,7 @@ def _speed_of_light() -> str:
 
 
 def _latency() -> str:
-    found = json.loads((RESULTS.parent / "machine_code" / "latency.json").read_text())
+    found = json.loads((RESULTS.parent / "latency.json").read_text())
     figures = found["figures"]
     parts = [
         "## Where a round's time goes\n",
@@ -421,7 +421,7 @@ def _latency() -> str:
             f"{name}:\n",
             _table(["tokens", "kernel", "path", "bytes", "least", "most"] + ["measured"] * beside, rows),
         ]
-    parts.append(f"*Source: `{found['command']}`: [latency.json](../benchmarks/results/machine_code/latency.json).*\n")
+    parts.append(f"*Source: `{found['command']}`: [latency.json](../benchmarks/results/latency.json).*\n")
     return "\n".join(parts)
 
 

@@ -181,10 +181,15 @@ def test_programs_arrive_at_the_scope_that_the_environment_names(target: str, sc
         signal._launch.cache_clear()
         launch = launch_of(Case("send_tokens", "int8", 2048, target))
     signal._launch.cache_clear()
-    ptx = compile_launch(launch, target).asm["ptx"]
+    ptx = _code(launch, target)
     assert re.findall(r"\batom\.\S*?(\w+)\.acq_rel\b", ptx) == [scope]
     plain = replace(launch, arguments=launch.arguments | {"LAUNCH": replace(launch.arguments["LAUNCH"], SCOPE="gpu")})
-    assert ptx.replace(f"{scope}.acq_rel", "gpu.acq_rel") == compile_launch(plain, target).asm["ptx"]
+    assert ptx.replace(f"{scope}.acq_rel", "gpu.acq_rel") == _code(plain, target)
+
+
+def _code(launch: Launch, target: str) -> str:
+    """The PTX, without what names the files that it was compiled from: Triton's cache may be that of another folder."""
+    return str(compile_launch(launch, target).asm["ptx"]).partition("\t.file")[0]
 
 
 @triton.jit

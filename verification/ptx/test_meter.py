@@ -171,7 +171,7 @@ def test_a_product_has_no_time() -> None:
 
 def test_the_file_of_a_round_has_the_times_of_this_code() -> None:
     """Those of kernels that move no rows, of 128 tokens; `python -m benchmarks.latency` writes it."""
-    kept = json.loads((RESULTS / "machine_code" / "latency.json").read_text())
+    kept = json.loads((RESULTS / "latency.json").read_text())
     if kept["machine"]["triton"] != triton.__version__:
         pytest.skip(f"the file is of Triton {kept['machine']['triton']}")
     small = ("wait_kernel", "count_kernel", "place_kernel")
