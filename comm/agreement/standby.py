@@ -162,10 +162,9 @@ class Standby:
         """
         end, report_time = time.monotonic() + limit, ReportTime()
         while True:
-            host, board, asked = self._report(among)
+            host, board = self._report(among)
             reports = {rank: board[f"missed/{rank}"] for rank in range(self.size) if f"missed/{rank}" in board}
-            # Nobody is asked twice in a look: who is stopped would cost it as long again.
-            others = asked | self._ask_all({*range(self.size)} - reports.keys() - asked.keys() - {host})
+            others = self._ask_all({*range(self.size)} - reports.keys() - {host})
             known = self._known()
             for notes in [board, *others.values()]:
                 if LOST in notes:
@@ -187,21 +186,15 @@ class Standby:
                     return known
             time.sleep(LOOK_SECONDS)
 
-    def _report(self, among: Collection[int]) -> tuple[int, Notes, dict[int, Notes]]:
-        """The lowest of some ranks that answers, and its board, where this rank's report is then.
-
-        And the boards of all that were asked, nothing on those of who did not answer.
-        """
+    def _report(self, among: Collection[int]) -> tuple[int, Notes]:
+        """The lowest of some ranks that answers, and its board, where this rank's report is then."""
         key, missed = f"missed/{self.rank}", sorted(self._missed)
         lower = [rank for rank in sorted(among) if rank < self.rank and rank not in self._ended]
-        asked: dict[int, Notes] = {}
         for first in range(0, len(lower), _MOST_THREADS):
-            answers = self._ask_all(lower[first : first + _MOST_THREADS])
-            asked |= {rank: answers.get(rank, {}) for rank in lower[first : first + _MOST_THREADS]}
-            for rank in answers:
+            for rank in self._ask_all(lower[first : first + _MOST_THREADS]):
                 with contextlib.suppress(Unanswered):  # it has ended just now
-                    return rank, self._pin(rank, key, missed), asked
-        return self.rank, self._pin(self.rank, key, missed), asked
+                    return rank, self._pin(rank, key, missed)
+        return self.rank, self._pin(self.rank, key, missed)
 
     def _known(self) -> tuple[int, ...] | None:
         """The verdict on this rank's own board, where others pin it too, and leave it in letters."""
