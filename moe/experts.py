@@ -137,7 +137,8 @@ class GroupedExperts(nn.Module):
                 leave padding rows between experts. Without it the experts follow each other without gaps.
 
         Returns:
-            [N, hidden_size] in the order of ``tokens``; rows of no expert are zero.
+            [N, hidden_size] in the order of ``tokens``; rows of no expert are zero. On CUDA, where no gradient is
+            wanted, they hold anything: `combine` does not look at them, and there may be far more of them.
 
         Raises:
             RoutingError: counts or offsets of another length, negative, overlapping, beyond N, or no integers; tokens
@@ -213,6 +214,8 @@ class GroupedExperts(nn.Module):
         self, tokens: torch.Tensor, expert_counts: torch.Tensor, expert_offsets: torch.Tensor | None
     ) -> torch.Tensor:
         ends, is_row = grouped_mm.rows_of_experts(tokens.shape[0], expert_counts, expert_offsets)
+        if not (torch.is_grad_enabled() and any(each.requires_grad for each in (tokens, *self.parameters()))):
+            return self._grouped(grouped_mm.aligned(tokens), ends, is_row)
         # Padding may hold NaN, which zero gradients would not keep out of the weights', and the rest anything.
         rows = torch.where(is_row.unsqueeze(1), tokens, 0)
         return torch.where(is_row.unsqueeze(1), self._grouped(rows, ends, is_row), 0)

@@ -80,7 +80,8 @@ class Int8Experts(nn.Module):
                 there are; on CUDA, as many as there could be, so as not to wait.
 
         Returns:
-            [rows, hidden_size] in x's dtype, zero where a row is padding.
+            [rows, hidden_size] in x's dtype, zero where a row is an expert's padding. Rows behind the last expert's
+            hold anything: `combine` does not look at them.
 
         Raises:
             LaneError, WireFormatError, RoutingError: as `d.quantized`; also for groups of 16 elements.

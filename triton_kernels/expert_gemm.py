@@ -54,10 +54,7 @@ def tile_rows(expert_offsets_ptr, num_experts, tile, num_rows, EXPERTS: tl.const
     mine = tl.where(tile >= before, tl.where(tile < after, 1, 0), 0)
     expert, total = tl.sum(mine * experts), tl.sum(tiles)
     first, last = tl.sum(mine * (starts + (tile - before) * BLOCK_M)), tl.sum(mine * ends)
-    used = tl.load(expert_offsets_ptr + num_experts).to(tl.int32)
-    found = tile < total
-    first = tl.where(found, first, used + (tile - total) * BLOCK_M)
-    return expert, first, tl.minimum(tl.where(found, last, num_rows), num_rows), found
+    return expert, first, tl.minimum(last, num_rows), tile < total
 
 
 @triton.jit
@@ -101,7 +98,8 @@ def expert_gemm_kernel(
         expert_offsets_ptr, num_experts, tl.program_id(0) // column_tiles, num_rows, EXPERTS, BLOCK_M
     )
     rows = first + tl.arange(0, BLOCK_M)
-    live = tl.where(rows >= 0, rows < last, False)  # users see the offsets, and may have written into them
+    # Users see the offsets, and may have written into them. Tiles behind the last expert's store nothing.
+    live = tl.where(rows >= 0, tl.where(found, rows < last, False), False)
     columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < WIDTH
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -170,8 +168,8 @@ def expert_gemm(
             row r is record r.
         expert_offsets: integer [experts + 1], the row at which each expert begins, and the end of the last.
         weights: of the experts.
-        out: [rows, weights.width] float32, float16 or bfloat16 with contiguous rows, written whole; or, with
-            `out_wire`, uint8 [rows, row_bytes], of which pad bytes may be left as they are.
+        out: [rows, weights.width] float32, float16 or bfloat16 with contiguous rows; or, with `out_wire`, uint8
+            [rows, row_bytes], of which pad bytes may be left as they are. Rows behind the last expert's are left.
         out_wire: INNER_WIRE: the rows are quantised. None: they are floats.
 
     Raises:
@@ -219,7 +217,6 @@ def expert_gemm_reference(
     payload = records[:, :hidden].view(torch.int8).double()
     scales, payload = (torch.nn.functional.pad(rows, (0, 0, 0, 1)) for rows in (scales, payload))  # a row of zeros
     bounds = expert_offsets.tolist()
-    out.zero_()
     for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
         chosen = torch.arange(first, min(last, len(out)), device=out.device)
         named = chosen if index is None else index[chosen]

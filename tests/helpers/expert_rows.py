@@ -56,7 +56,7 @@ def make_weights(inward: int, outward: int, experts: int, gated: bool, activate:
 def check_products(
     expert_gemm: Callable[..., None], cases: Sequence[tuple[str, int, int, tuple[int, ...], int]]
 ) -> None:
-    """Every variant of a product against plain torch, to the last bit."""
+    """Every variant of a product against plain torch, to the last bit, and that rows behind the last are left."""
     for spec, inward, outward, counts, align in cases:
         wire = WireFormat.parse(spec)
         records, index, offsets = make_rows(wire, inward, counts, align)
@@ -72,6 +72,7 @@ def check_products(
             expert_gemm_reference(records, wire, index, offsets, weights, want)
             assert_same_bits(f"{spec} {inward} -> {outward}, gated {gated}, SiLU {activate}", want, got)
             assert (whole[:, outward:] == 7.0).all(), "elements behind a row were written"
+            assert (got[int(offsets[-1]) :] == 7.0).all(), "rows behind the last expert's were written"
             if not (gated or activate):
                 continue
             inner = torch.full((len(index), INNER_WIRE.row_bytes(outward)), 0xAB, dtype=torch.uint8)
@@ -81,7 +82,7 @@ def check_products(
             meant = INNER_WIRE.scales_offset(outward) + 2 * INNER_WIRE.num_groups(outward)
             assert torch.equal(inner[:, :meant], expected[:, :meant]), f"records of {spec} {inward} -> {outward}"
             back = make_weights(outward, inward, len(counts), False)
-            got, want = torch.empty(2, len(index), inward)
+            got, want = torch.full((2, len(index), inward), 7.0)
             expert_gemm(inner, INNER_WIRE, None, offsets, back, got)
             expert_gemm_reference(expected, INNER_WIRE, None, offsets, back, want)
             assert_same_bits(f"{spec}: the second product", want, got)

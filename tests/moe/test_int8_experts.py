@@ -48,7 +48,7 @@ def _round(comm: Communicator, transport: str, wire: str, gated: bool, align: in
             d = ep.dispatch(x, ids, weights)
             out = experts(d, capacity)
             assert out.dtype == torch.float32 and len(out) == (len(d.tokens) if capacity is None else capacity)
-            padding = torch.ones(len(out), dtype=torch.bool)
+            padding = torch.arange(len(out)) < d.expert_offsets[-1]
             for first, rows in zip(d.expert_offsets.tolist(), d.expert_counts.tolist(), strict=False):
                 padding[first : first + rows] = False
             assert not out[padding].any()

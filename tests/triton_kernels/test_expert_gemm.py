@@ -39,7 +39,7 @@ def test_the_reference_is_the_product_of_what_records_and_weights_stand_for(case
     wire = WireFormat.parse(spec)
     records, index, offsets = make_rows(wire, inward, counts, align)
     weights = make_weights(inward, outward, len(counts), gated=False)
-    out = torch.empty(len(index), outward)
+    out = torch.zeros(len(index), outward)  # where nothing is written
     expert_gemm_reference(records, wire, index, offsets, weights, out)
     rows = scaled_reference(records[:11], wire, inward, torch.float32).double()
     for row, record in enumerate(index.tolist()):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.triton_kernels.cpu.codec import dtype_code, element_bytes, quantize_row, record_layout, round_row
+from thinwire.triton_kernels.cpu.codec import dtype_code, quantize_row, record_layout, round_row
 from thinwire.triton_kernels.cpu.compat import device, kernel
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
     load_float32,
@@ -103,9 +103,6 @@ def expert_gemm_kernel(rows_in, offsets, num_experts, weights, end, out_rows, sc
                     round_row(values, width, target, dtype, 0)
             first += count
         written = max(written, min(last, num_rows))
-    row_bytes = out_layout[5] if quantised else width * element_bytes(dtype)
-    for row in range(written, num_rows):
-        zero_bytes(out + row * out_stride, row_bytes)
 
 
 def expert_gemm(
