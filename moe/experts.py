@@ -154,8 +154,7 @@ class GroupedExperts(nn.Module):
         if reason is not None or torch.compiler.is_compiling():
             return self._loop(tokens, *segments)
         ends = torch.tensor(segments[0], device="cpu").cumsum(0, dtype=torch.int32)
-        is_row = torch.ones(tokens.shape[0], dtype=torch.bool, device="cpu")
-        out = self._grouped(grouped_mm.aligned(tokens), ends, is_row)
+        out = self._grouped(grouped_mm.aligned(tokens), ends)
         if out.requires_grad:
             out.register_hook(grouped_mm.aligned)  # a gradient may be expanded, which grouped_mm does not take
         return out
@@ -213,17 +212,21 @@ class GroupedExperts(nn.Module):
     def _grouped_on_device(
         self, tokens: torch.Tensor, expert_counts: torch.Tensor, expert_offsets: torch.Tensor | None
     ) -> torch.Tensor:
-        ends, is_row = grouped_mm.rows_of_experts(tokens.shape[0], expert_counts, expert_offsets)
+        ends = grouped_mm.ends_of_experts(tokens.shape[0], expert_counts, expert_offsets)
         if not (torch.is_grad_enabled() and any(each.requires_grad for each in (tokens, *self.parameters()))):
-            return self._grouped(grouped_mm.aligned(tokens), ends, is_row)
+            return self._grouped(grouped_mm.aligned(tokens), ends)
+        is_row = grouped_mm.rows_of_experts(tokens.shape[0], expert_counts, expert_offsets, ends)
         # Padding may hold NaN, which zero gradients would not keep out of the weights', and the rest anything.
         rows = torch.where(is_row.unsqueeze(1), tokens, 0)
         return torch.where(is_row.unsqueeze(1), self._grouped(rows, ends, is_row), 0)
 
-    def _grouped(self, rows: torch.Tensor, ends: torch.Tensor, is_row: torch.Tensor) -> torch.Tensor:
+    def _grouped(self, rows: torch.Tensor, ends: torch.Tensor, is_row: torch.Tensor | None = None) -> torch.Tensor:
         def affine(rows: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None) -> torch.Tensor:
             product = F.grouped_mm(rows, weights, offs=ends)
-            return product if biases is None else product + grouped_mm.biases_of_rows(biases, is_row, ends)
+            if biases is None:
+                return product
+            has_bias = rows.new_ones(len(rows)) if is_row is None else is_row
+            return product + grouped_mm.biases_of_rows(biases, has_bias, ends)
 
         inner = affine(rows, self.w_in, self.b_in)
         inner = self._activate(inner, None if self.w_gate is None else affine(rows, self.w_gate, self.b_gate))

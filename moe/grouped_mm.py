@@ -83,26 +83,30 @@ def aligned(rows: torch.Tensor) -> torch.Tensor:
     return rows if _is_aligned(rows) else rows.clone(memory_format=torch.contiguous_format)
 
 
-def rows_of_experts(
-    num_rows: int, expert_counts: torch.Tensor, expert_offsets: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each expert's rows end, with its padding, int32 [experts]; and which rows are no padding, bool [num_rows].
+def ends_of_experts(num_rows: int, expert_counts: torch.Tensor, expert_offsets: torch.Tensor | None) -> torch.Tensor:
+    """Where each expert's rows end, with its padding: int32 [experts] on the device of the counts.
 
-    Both on the device of the counts, which is not waited for. So nobody can look at the counts: what does not fit the
-    rows is cut off, so that no memory is touched but theirs.
+    The device is not waited for. So nobody can look at the counts: what does not fit the rows is cut off, so that no
+    memory is touched but theirs.
     """
     ends = (expert_counts.cumsum(0) if expert_offsets is None else expert_offsets[1:]).clamp(0, num_rows)
-    ends = ends.cummax(0).values
+    return ends.cummax(0).values.int()
+
+
+def rows_of_experts(
+    num_rows: int, expert_counts: torch.Tensor, expert_offsets: torch.Tensor | None, ends: torch.Tensor
+) -> torch.Tensor:
+    """Which rows are no padding, bool [num_rows], where experts' rows end at `ends`; see `ends_of_experts`."""
     starts = F.pad(ends[:-1], (1, 0)) if expert_offsets is None else expert_offsets[:-1]
-    rows = torch.arange(num_rows, device=ends.device)
+    rows = torch.arange(num_rows, device=ends.device, dtype=ends.dtype)
     owner = torch.searchsorted(ends, rows, right=True)
     nobody = (0, 1)  # who owns the rows behind the last end
     first, last = F.pad(starts, nobody)[owner], F.pad(starts + expert_counts, nobody)[owner]
-    return ends.int(), (rows >= first) & (rows < last)
+    return (rows >= first) & (rows < last)
 
 
 def biases_of_rows(biases: torch.Tensor, is_row: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Each row's bias, [rows, width], and zero where a row is padding; rows behind the last end hold anything.
+    """Each row's bias, [rows, width], and zero where `is_row` is; rows behind the last end hold anything.
 
     A product with 1 and as many zeros as the alignment asks for: exact, and its gradient is summed in a fixed order, as
     that of an index is not on GPUs.
