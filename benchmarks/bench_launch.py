@@ -72,11 +72,17 @@ def calls(comm: Communicator, ep: ExpertParallel) -> dict[str, Callable[[], obje
         d.gather(CAPACITY)
         ep.combine(rows, d, out=out)
 
+    def by_record() -> None:
+        d = ep.dispatch(x, ids, weights)
+        d.gather_records(CAPACITY)
+        ep.combine(rows, d, out=out, weighted=True)
+
     part = torch.randn(ROWS, HIDDEN).bfloat16()
     options = {"wire": "int8", "comm": comm, "transport": "direct"}
     counts = [ROWS] + [0] * (RANKS - 1)
     return {
         WHOLE: whole,
+        "round trip by record": by_record,
         "all_reduce": lambda: tw.all_reduce(part, **options),
         "reduce_scatter": lambda: tw.reduce_scatter(part, **options),
         "all_gather": lambda: tw.all_gather(part, **options),

@@ -8,6 +8,7 @@ kernels run at once, and their waits block.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from thinwire.moe.dispatched import Dispatched, Traffic
 from thinwire.moe.plan import SendPlan
 from thinwire.moe.received import Arrived
 from thinwire.triton_kernels import signal
+from thinwire.triton_kernels.launch import kept
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, DTYPE_CODES, Lane
 
 
@@ -217,6 +219,26 @@ def launch_each(
     kernels.sum_home(lane, row, home_grads)
 
 
+@torch.inference_mode(False)
+def _lane_with_its_own_rows(lane: Lane) -> Lane:
+    """The same lane with other counts, offsets, positions and weights: one for all rounds, as launchers know a lane."""
+    return replace(
+        lane,
+        expert_counts=torch.zeros_like(lane.expert_counts),
+        expert_offsets=torch.zeros_like(lane.expert_offsets),
+        positions=torch.full_like(lane.positions, -1),
+        weights=torch.ones_like(lane.weights),
+    )
+
+
+@torch.inference_mode(False)
+def _sources_of_slots(lane: Lane) -> torch.Tensor:
+    """Each slot's source rank, and its token's number there: int64 [slots, 2]."""
+    slots = torch.arange(lane.positions.shape[0], device=lane.positions.device)
+    most = max(1, lane.layout.MAX_TOKENS)
+    return torch.stack((slots // most, slots % most), 1)
+
+
 class DirectRound(Dispatched):
     """A round on a lane of the direct transport: what kernels routed there, in the lane's own tensors."""
 
@@ -238,10 +260,10 @@ class DirectRound(Dispatched):
             self._rounds.finish_stream()
             used = int(self.expert_offsets[-1])
         else:
-            kept = self._tensors.kept
-            if "offsets" not in kept:
-                kept["offsets"] = self._tensors.expert_offsets.numpy().data  # of which a word is read sooner
-            used = kept["offsets"][-1]
+            known = self._tensors.kept
+            if "offsets" not in known:
+                known["offsets"] = self._tensors.expert_offsets.numpy().data  # of which a word is read sooner
+            used = known["offsets"][-1]
         self._rounds.raise_failure(self.lane)
         if not 0 <= used <= self.index.shape[0]:
             raise RoutingError(
@@ -252,27 +274,26 @@ class DirectRound(Dispatched):
 
     def _read_arrived(self) -> Arrived:
         tensors = self._tensors
-        slots = torch.arange(tensors.positions.shape[0], device=self.index.device)
-        most = max(1, tensors.layout.MAX_TOKENS)
-        source = torch.stack((slots // most, slots % most), 1)
-        return Arrived(tensors.positions, torch.where(tensors.positions >= 0, tensors.weights, 0.0), source)
+        weights = tensors.weights.masked_fill(tensors.positions < 0, 0.0)
+        return Arrived(tensors.positions, weights, kept(tensors, _sources_of_slots))
 
     def _gather(self, capacity: int, zero_tail: bool) -> tuple[torch.Tensor, torch.Tensor]:
         return self._gather_from(self._tensors, capacity, zero_tail)
 
     def _unpack(self, chosen: torch.Tensor) -> torch.Tensor:
-        # The kernel that gathers rows for experts, told that the rows are the first records: Triton's looks at
-        # positions, numba's at the index.
-        offsets = torch.zeros_like(self.expert_offsets)
-        offsets[-1] = (chosen >= 0).sum()
-        tensors = replace(self._tensors, index=chosen, expert_offsets=offsets, expert_counts=offsets.diff())
-        return self._gather_from(replace(tensors, positions=self._rows_of_records()), len(chosen), True)[0]
+        # The kernel that gathers rows for experts. Triton's looks at positions, numba's at the index.
+        tensors = self._lane_of_records
+        tensors.expert_offsets[-1] = tensors.expert_counts[-1:] = (chosen >= 0).sum()
+        if not self._rounds.on_gpu:
+            tensors = replace(tensors, index=chosen)
+        return self._gather_from(tensors, len(chosen), True)[0]
 
-    def _rows_of_records(self) -> torch.Tensor:
-        """`positions` where every record that came has one row, in their order."""
-        positions = torch.full_like(self._tensors.positions, -1)
-        positions[:, :1] = self._arrived.row_of_each()
-        return positions
+    @functools.cached_property
+    def _lane_of_records(self) -> Lane:
+        """The lane as kernels are to see it where every record that came has one row, in their order, of weight 1."""
+        tensors = kept(self._tensors, _lane_with_its_own_rows)
+        tensors.positions[:, :1] = self._arrived.row_of_each()
+        return tensors
 
     def _gather_from(self, tensors: Lane, capacity: int, zero_tail: bool) -> tuple[torch.Tensor, torch.Tensor]:
         self._rounds.raise_failure(self.lane)
@@ -283,11 +304,7 @@ class DirectRound(Dispatched):
         return tokens, overflow
 
     def _begin_combine(self, expert_out: torch.Tensor, out: torch.Tensor, weighted: bool) -> Callable[[], None]:
-        tensors = None
-        if weighted:
-            # The kernel that sums rows, told that every record has one, of weight 1.
-            weights = torch.ones_like(self._tensors.weights)
-            tensors = replace(self._tensors, positions=self._rows_of_records(), weights=weights)
+        tensors = self._lane_of_records if weighted else None
         as_they_are = weighted and expert_out.dtype == torch.uint8
         return self._rounds.begin_combine(self.lane, expert_out, self._dtype, out, None, tensors, as_they_are)
 

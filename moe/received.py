@@ -52,15 +52,13 @@ class Arrived(NamedTuple):
     def row_of_each(self) -> torch.Tensor:
         """Its row among the records that came, int64 [records, 1]; -1 where it did not."""
         came = self.came
-        return torch.where(came, came.cumsum(0) - 1, -1).unsqueeze(1)
+        return (came.cumsum(0) * came - 1).unsqueeze(1)
 
     def first(self, capacity: int) -> torch.Tensor:
         """The numbers of the first so many that came, in order, and -1 behind them: int64 [capacity]."""
-        came = self.came
-        most = came.shape[0]
-        numbers = torch.arange(most, device=came.device)
-        chosen = torch.where(came, numbers, most).sort().values[:capacity]
-        return _padded(torch.where(chosen < most, chosen, -1), capacity, -1)
+        rows = self.row_of_each()[:, 0]
+        numbers = torch.arange(1, len(rows) + 1, device=rows.device)
+        return put_rows(numbers, torch.where(rows < capacity, rows, -1), capacity) - 1
 
     def at(self, chosen: torch.Tensor) -> Arrived:
         """Those of records by number, and -1, 0 and -1 for -1."""

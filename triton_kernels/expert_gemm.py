@@ -15,8 +15,8 @@ and may quantise its rows again as it stores them: a tile is as wide as a group,
 found in the tile. The next product then reads those records by this same kernel.
 
 One program makes a tile of rows of one expert. Which tile it is it finds from `expert_offsets`, on the device; there
-are as many programs as any offsets can ask for, and those that are left fill rows behind the last expert with zeros.
-Padding, and an index that names no record, is a row of zeros.
+are as many programs as any offsets can ask for, and those that are left store nothing. Padding of an expert, and an
+index that names no record, is a row of zeros.
 """
 
 from __future__ import annotations
@@ -98,13 +98,12 @@ def expert_gemm_kernel(
         expert_offsets_ptr, num_experts, tl.program_id(0) // column_tiles, num_rows, EXPERTS, BLOCK_M
     )
     rows = first + tl.arange(0, BLOCK_M)
-    # Users see the offsets, and may have written into them. Tiles behind the last expert's store nothing.
-    live = tl.where(rows >= 0, tl.where(found, rows < last, False), False)
+    live = tl.where(rows >= 0, rows < last, False)  # users see the offsets, and may have written into them
     columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < WIDTH
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if found:
+    if found:  # and no tile behind the last expert's
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         record = rows.to(tl.int64)
         if index_ptr is not None:
             record = tl.load(index_ptr + rows, mask=live, other=-1)
@@ -139,15 +138,15 @@ def expert_gemm_kernel(
             acc = silu(gate) * acc
         elif ACTIVATE:
             acc = silu(acc)
-    out_rows = out_ptr + rows.to(tl.int64) * out_row_stride
-    if OUT is None:
-        store_float32(out_rows[:, None] + columns[None, :], acc, live[:, None] & inside[None, :], False)
-    else:
-        payload, scale_bits = encode_tile(acc, group_amax(acc, OUT), OUT)
-        mask = live[:, None] & (columns < OUT.SCALES_OFFSET)[None, :]
-        tl.store(tl.multiple_of(out_rows, [16])[:, None] + columns[None, :], payload, mask=mask)
-        scales = (out_rows + OUT.SCALES_OFFSET).to(tl.pointer_type(tl.int16))
-        tl.store(scales + column_tile, scale_bits.to(tl.int16), mask=live)
+        out_rows = out_ptr + rows.to(tl.int64) * out_row_stride
+        if OUT is None:
+            store_float32(out_rows[:, None] + columns[None, :], acc, live[:, None] & inside[None, :], False)
+        else:
+            payload, scale_bits = encode_tile(acc, group_amax(acc, OUT), OUT)
+            mask = live[:, None] & (columns < OUT.SCALES_OFFSET)[None, :]
+            tl.store(tl.multiple_of(out_rows, [16])[:, None] + columns[None, :], payload, mask=mask)
+            scales = (out_rows + OUT.SCALES_OFFSET).to(tl.pointer_type(tl.int16))
+            tl.store(scales + column_tile, scale_bits.to(tl.int16), mask=live)
 
 
 def expert_gemm(

@@ -28,6 +28,7 @@ from thinwire.triton_kernels.record import INT4, RecordLayout
 from thinwire.triton_kernels.round_layout import Lane
 from thinwire.triton_kernels.rows import columns_in_order
 from thinwire.triton_kernels.signal import most_programs, num_programs_for, register_limit, signal_words
+from thinwire.triton_kernels.sums import load_positions, num_terms
 
 _EXPERT_BLOCK = 32
 _CHUNKS_AT_ONCE = 128
@@ -234,17 +235,16 @@ def store_rows(base, positions, out_ptr, out_row_stride, capacity, LAYOUT: tl.co
     """
     if LAYOUT.NUM_TILES == 1:
         elements = dequantized_tile(base, 0, out_ptr.dtype.element_ty, LAYOUT)
-    target, k = tl.load(positions), 0
-    while target >= 0:
-        if target < capacity:  # users see the positions, and may have written into them
+    # As combine reads them: a peer that names an expert twice leaves a hole, and what is behind it was counted.
+    for k in range(num_terms(load_positions(positions, TERMS))):
+        target = tl.load(positions + k)
+        if tl.where(target < capacity, target, -1) >= 0:
             out_row = out_ptr + target * out_row_stride
             if LAYOUT.NUM_TILES == 1:
                 columns = columns_in_order(0, LAYOUT)
                 tl.store(out_row + columns, elements, mask=columns < LAYOUT.HIDDEN)
             else:
                 dequantize_row(base, out_row, LAYOUT.HIDDEN, LAYOUT)
-        k += 1
-        target = tl.load(positions + k, mask=k < TERMS, other=-1)
 
 
 @triton.jit(do_not_specialize=["num_local", "capacity", "zero_tail"])
@@ -325,7 +325,7 @@ def _routing(lane: Lane) -> list[tuple[Launcher, int, int]]:
     programs = num_programs_for(chunks, lane.buffer.device, None)
     constants = {
         "EXPERTS": _EXPERT_BLOCK,
-        "CHUNKS": _CHUNKS_AT_ONCE,
+        "CHUNKS": min(_CHUNKS_AT_ONCE, 1 << max(0, chunks - 1).bit_length()),
         "RANKS": 1 << (lane.layout.WORLD - 1).bit_length(),
     }
     options: dict[str, Any] = {"num_warps": 8, **register_limit(lane.buffer.device, 8)}

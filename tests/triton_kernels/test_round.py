@@ -157,6 +157,21 @@ def _what_somebody_wrote(comm: Communicator) -> None:
     assert (memory[:20] == 7).all() and (memory[-20:] == 7).all() and (memory[:, 40:] == 7).all()
 
 
+def _an_expert_named_twice(comm: Communicator) -> None:
+    """No rank sends an id twice; where a plane has one, every row that is counted is written all the same."""
+    (lane,) = make_lanes(1, 8, 4, 64, 4, wire="none")
+    x = torch.randn(2, 64).bfloat16()
+    KERNELS.send_tokens(lane, x, torch.tensor([[1, 2, 5, -1], [0, 5, -1, -1]]), torch.rand(2, 4))
+    KERNELS.wait(lane, DISPATCH, 5.0, 5.0)
+    plane = lane.buffer[lane.layout.IDS :].view(torch.int32)
+    plane[:4] = torch.tensor([1, 1, 5, -1])
+    KERNELS.route(lane)
+    assert lane.expert_counts.tolist() == [1, 1, 0, 0, 0, 2, 0, 0]
+    rows, overflow = torch.full((4, 64), 7.0, dtype=torch.bfloat16), torch.tensor(True)
+    KERNELS.gather(lane, rows, overflow)
+    assert torch.equal(rows, x[torch.tensor([1, 0, 0, 1])])
+
+
 def _a_silent_rank(comm: Communicator) -> None:
     """Rank 2 sends nothing: the others blame it, tell each other, and their lanes give NaN and send nothing more."""
     lanes = make_lanes(3, 4, 2, 32, 4)
@@ -198,6 +213,7 @@ def _a_silent_rank(comm: Communicator) -> None:
         _mismatches,
         _foreign_ids,
         _what_somebody_wrote,
+        _an_expert_named_twice,
         _a_silent_rank,
     ],
 )
