@@ -283,7 +283,7 @@ class DirectRound(Dispatched):
     def _unpack(self, chosen: torch.Tensor) -> torch.Tensor:
         # The kernel that gathers rows for experts. Triton's looks at positions, numba's at the index.
         tensors = self._lane_of_records
-        tensors.expert_offsets[-1] = tensors.expert_counts[-1:] = (chosen >= 0).sum()
+        tensors.expert_offsets[-1] = tensors.expert_counts[-1:] = self._arrived.number.clamp(max=len(chosen))
         if not self._rounds.on_gpu:
             tensors = replace(tensors, index=chosen)
         return self._gather_from(tensors, len(chosen), True)[0]
@@ -292,7 +292,7 @@ class DirectRound(Dispatched):
     def _lane_of_records(self) -> Lane:
         """The lane as kernels are to see it where every record that came has one row, in their order, of weight 1."""
         tensors = kept(self._tensors, _lane_with_its_own_rows)
-        tensors.positions[:, :1] = self._arrived.row_of_each()
+        tensors.positions[:, :1] = self._arrived.rows.unsqueeze(1)
         return tensors
 
     def _gather_from(self, tensors: Lane, capacity: int, zero_tail: bool) -> tuple[torch.Tensor, torch.Tensor]:

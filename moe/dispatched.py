@@ -256,7 +256,7 @@ class Dispatched(OnLane, ABC):
         check_capacity(capacity)
         chosen = self._arrived.first(capacity)
         tokens = self._gather_records(chosen)
-        overflow = self._arrived.came.sum() > capacity
+        overflow = self._arrived.number > capacity
         weights, expert_ids, source = self._routing_of(chosen)
         self._record_capacity = capacity
         return Records(tokens, expert_ids, weights, source, overflow)
@@ -265,7 +265,7 @@ class Dispatched(OnLane, ABC):
         """How many came, on the host."""
         if self._num_records is None:
             self._num_rows = self._read_num_rows()  # waits, and raises what kernels reported
-            self._num_records = int(self._arrived.came.sum())
+            self._num_records = int(self._arrived.number)
         return self._num_records
 
     def _record_routing(self) -> RowRouting:
@@ -277,8 +277,7 @@ class Dispatched(OnLane, ABC):
         positions, weights, source = self._arrived.at(chosen)
         if self._link is not None:
             weights = self._link.weights(weights, (positions, self._most_rows))
-        experts = torch.where(positions >= 0, experts_of(positions, self.expert_offsets), -1)
-        return RowRouting(weights, experts, source)
+        return RowRouting(weights, experts_of(positions, self.expert_offsets), source)
 
     def _gather_records(self, chosen: torch.Tensor) -> torch.Tensor:
         if self._link is None:

@@ -190,7 +190,7 @@ def _added(known: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
 def put_rows(values: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Values [n, ...] at their places, int64 [n], among so many rows, zero elsewhere; of place -1 nowhere."""
     rows = new_rows(values, num_rows + 1, values.shape[1:], zero=True)
-    rows[torch.where(places >= 0, places, num_rows)] = values
+    rows[places] = values  # -1 is the last
     return rows[:num_rows]
 
 

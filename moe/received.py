@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -37,32 +39,39 @@ class Records(NamedTuple):
     overflow: torch.Tensor
 
 
-class Arrived(NamedTuple):
-    """What a transport knows of the records, in the order of `Dispatched.rows`."""
+@dataclass(frozen=True)
+class Arrived:
+    """What a transport knows of the records, in the order of `Dispatched.rows`. On a GPU each operation is a launch."""
 
     positions: torch.Tensor  # int64 [records, top_k], their rows in ascending expert id, -1 behind them
     weights: torch.Tensor  # of the config's weight_dtype, [records, top_k], 0 where there is no row
     source: torch.Tensor  # int64 [records, 2], source rank, and the token's number there
 
-    @property
+    @functools.cached_property
     def came(self) -> torch.Tensor:
         """Which records are there, and for experts of this rank: bool [records]."""
         return self.positions[:, 0] >= 0
 
-    def row_of_each(self) -> torch.Tensor:
-        """Its row among the records that came, int64 [records, 1]; -1 where it did not."""
-        came = self.came
-        return (came.cumsum(0) * came - 1).unsqueeze(1)
+    @functools.cached_property
+    def number(self) -> torch.Tensor:
+        """How many of them came: int64 []."""
+        return self.came.sum()
+
+    @functools.cached_property
+    def rows(self) -> torch.Tensor:
+        """The row of each among the records that came, int64 [records]; -1 where it did not."""
+        return self.came.cumsum(0) * self.came - 1
 
     def first(self, capacity: int) -> torch.Tensor:
         """The numbers of the first so many that came, in order, and -1 behind them: int64 [capacity]."""
-        rows = self.row_of_each()[:, 0]
-        numbers = torch.arange(1, len(rows) + 1, device=rows.device)
-        return put_rows(numbers, torch.where(rows < capacity, rows, -1), capacity) - 1
+        chosen = new_rows(self.rows, capacity + 1, ()).fill_(-1)
+        # Row -1 is the last, too, which is for those that have no place.
+        chosen[self.rows.clamp(max=capacity)] = torch.arange(len(self.rows), device=chosen.device)
+        return chosen[:capacity]
 
-    def at(self, chosen: torch.Tensor) -> Arrived:
-        """Those of records by number, and -1, 0 and -1 for -1."""
-        return Arrived(*(take(values, chosen, none) for values, none in zip(self, (-1, 0, -1), strict=True)))
+    def at(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Positions, weights and source of records by number, and -1, 0 and -1 for -1."""
+        return take(self.positions, chosen, -1), take(self.weights, chosen, 0), take(self.source, chosen, -1)
 
     def of_rows(self, index: torch.Tensor, offsets: torch.Tensor, capacity: int) -> RowRouting:
         """Of the first so many rows, by `Dispatched.index` and `.expert_offsets`."""
@@ -76,7 +85,7 @@ class Arrived(NamedTuple):
 
 
 def experts_of(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Whose rows these are: the last expert that begins at or before a row."""
+    """Whose rows these are: the last expert that begins at or before a row, and -1 of row -1."""
     return torch.searchsorted(offsets, rows, right=True) - 1
 
 

@@ -219,7 +219,7 @@ class StagedRound(Dispatched):
             here = positions >= 0
             positions, weights = positions[here][:, None], weights[here][:, None]
         if weighted:
-            positions = self._arrived.row_of_each()
+            positions = self._arrived.rows.unsqueeze(1)
             weights = weights.new_ones(positions.shape)
         positions = torch.where(positions < expert_out.shape[0], positions, -1)
         counts = self._sum_counts()
