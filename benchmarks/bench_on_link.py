@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json:
             stated = replace(settings, link=parse_rate("--rate", rate.replace("g", "G").replace("m", "M")))
             command = shlex.join(["python", "-m", "benchmarks.bench_on_link", *given])
-            content = content_of(stated, results, described, 2, f"two hosts joined by {rate}", command)
+            content = content_of(stated, described, 2, f"two hosts joined by {rate}", command, results)
             file = options.json.with_stem(f"{options.json.stem}_{rate}")
             file.write_text(json.dumps(content, indent=1) + "\n")
     return 1 if wrong else 0

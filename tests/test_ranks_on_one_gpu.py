@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,17 +16,24 @@ from tests.gpu.capture import capture
 from thinwire._rank_thread import require_queues
 from thinwire.errors import TransportUnavailable
 from thinwire.testing import run_ranks
+from thinwire.tools.bench.launch import _placed
+from thinwire.tools.bench.options import Settings
 
 QUEUES, LOADING = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
 
 
+@pytest.fixture
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment says nothing of queues, and what is set is taken back."""
+    for variable in (QUEUES, LOADING):
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+
+
 @pytest.fixture(params=[True, False], ids=["started", "not started"])
-def started(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+def started(request: pytest.FixtureRequest, unset: None, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether CUDA has started; the environment says nothing of queues."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: request.param)
-    for variable in (QUEUES, LOADING):
-        monkeypatch.setenv(variable, "")  # so that what is set is taken back
-        monkeypatch.delenv(variable)
     return bool(request.param)
 
 
@@ -64,3 +72,40 @@ def test_graphs_are_captured_one_at_a_time_each_on_a_stream_of_its_own(monkeypat
         monkeypatch.setattr(torch.cuda, name, stand_in)
     results = run_ranks(lambda comm: capture(comm, lambda: comm.rank)[1], 4, mode="thread")
     assert results == [0, 1, 2, 3] and len(streams) == 4
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "wanted"),
+    [
+        (1, {}, ("cuda", "thread")),
+        (1, {"device": "cuda", "ranks": 2}, ("cuda", "thread")),
+        (4, {}, ("cuda", "process")),
+        (0, {}, ("cpu", "process")),
+        (0, {"ranks": 64}, ("cpu", "process")),
+    ],
+)
+def test_a_bench_sets_them_before_it_asks_cuda_anything_and_leaves_them_to_threads(
+    gpus: int, options: dict[str, Any], wanted: tuple[str, str], unset: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def ask(answer: int) -> int:
+        asked.append((os.environ.get(QUEUES), os.environ.get(LOADING)))
+        return answer
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: ask(gpus) > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: ask(gpus))
+    assert _placed(Settings(**options), None) == wanted
+    assert asked and set(asked) == {("32", "EAGER")}
+    assert (os.environ.get(QUEUES), os.environ.get(LOADING)) == (
+        ("32", "EAGER") if "thread" in wanted else (None, None)
+    )
+
+
+def test_a_bench_sets_nothing_where_a_launcher_started_it_or_no_gpu_is_wanted(
+    unset: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: QUEUES not in os.environ)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert _placed(Settings(), "torchrun") == ("cuda", "process") and QUEUES not in os.environ
+    assert _placed(Settings(device="cpu"), None) == ("cpu", "process") and QUEUES not in os.environ

@@ -29,6 +29,17 @@ _QUEUES, _LOADING = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
 _QUEUES_IF_UNSET, _MOST_QUEUES = 8, 32
 
 
+def set_queues() -> dict[str, str]:
+    """Where CUDA has not started and these have no values, sets what ranks that are threads need; gives what it set.
+
+    `torch.cuda.is_available` starts the driver, as does `device_count` where there is no NVML: this has to come first.
+    """
+    wanted = {} if torch.cuda.is_initialized() else {_QUEUES: str(_MOST_QUEUES), _LOADING: "EAGER"}
+    missing = {variable: value for variable, value in wanted.items() if variable not in os.environ}
+    os.environ.update(missing)
+    return missing
+
+
 def require_queues(ranks: int) -> None:
     """Refuses more ranks than a GPU runs side by side; before CUDA has started, makes that as many as there may be.
 
@@ -39,11 +50,8 @@ def require_queues(ranks: int) -> None:
     Raises:
         TransportUnavailable: more ranks than queues.
     """
-    if not torch.cuda.is_initialized():
-        for variable, value in ((_QUEUES, str(_MOST_QUEUES)), (_LOADING, "EAGER")):
-            if variable not in os.environ:
-                os.environ[variable] = value
-                LOGGER.info("%s=%s, as ranks are threads of one GPU", variable, value)
+    for variable, value in set_queues().items():
+        LOGGER.info("%s=%s, as ranks are threads of one GPU", variable, value)
     given = os.environ.get(_QUEUES, "")
     queues = min(int(given) if given.isdecimal() else _QUEUES_IF_UNSET, _MOST_QUEUES)
     if ranks + 2 > queues:

@@ -54,3 +54,10 @@ def write_file(path: str | os.PathLike[str], content: bytes) -> None:
     """Writes a file, in place of what it held; see `open_to_write`."""
     with os.fdopen(open_to_write(path, os.O_TRUNC), "wb") as file:
         file.write(content)
+
+
+def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
+    """As `write_file`, by way of a file beside it: a process that is killed leaves old content or new, whole."""
+    beside = f"{os.fspath(path)}.part"
+    write_file(beside, content)
+    os.replace(beside, path)

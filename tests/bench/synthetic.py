@@ -31,7 +31,7 @@ def figure(operation: str = "dispatch", tokens: int = 64, **fields: Any) -> dict
         "fastest_rank": 0.7 * seconds, "rank_spread": 0.2 * seconds, "period": 0.9 * seconds,
         "algorithm_bandwidth": size / seconds, "bus_bandwidth": 0.75 * size / seconds,
         "wire_bandwidth": 0.38 * size / seconds, "relative_error": 0.0065, "wrong": 0, "speedup": 1.5,
-        "paired_speedup": 1.4, "reference": "gloo",
+        "paired_speedup": 1.4, "reference": "gloo", "called": None,
     } | fields  # fmt: skip
 
 

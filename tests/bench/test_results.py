@@ -30,7 +30,7 @@ ODD_FIGURES: dict[str, list[Any]] = {
     "size_bytes": NO_NUMBERS, "logical_bytes": [*NO_NUMBERS, None], "wire_bytes": NO_NUMBERS,
     "algorithm_bandwidth": NO_NUMBERS, "bus_bandwidth": NO_NUMBERS, "wire_bandwidth": NO_NUMBERS,
     "relative_error": NO_NUMBERS, "wrong": [-1, 0.5], "speedup": NO_NUMBERS, "paired_speedup": NO_NUMBERS,
-    "reference": [0],
+    "reference": [0], "called": [1, "x" * 401],
     "seconds": [1.0, {}, *({"minimum": a, "median": b, "maximum": c} for a, b, c in (
         (2, 1, 3), (1, 3, 2), (0, 1, 1), (-1, 1, 1), ("1", 1, 1), (1, 1, float("nan")),
     )), *({"minimum": 1, "median": 3, "maximum": 5} | odd for odd in (
@@ -40,7 +40,7 @@ ODD_FIGURES: dict[str, list[Any]] = {
 }  # fmt: skip
 
 #: Fields of figures that older files do not have.
-LATER = ("paired_speedup", "max_violation", "fastest_rank", "rank_spread", "period")
+LATER = ("paired_speedup", "max_violation", "fastest_rank", "rank_spread", "period", "called")
 
 
 def refused(value: Any) -> str:

@@ -35,15 +35,18 @@ def group_name(comm: Communicator) -> str | None:
 def copy(source: torch.Tensor, target: torch.Tensor, operations: tuple[str, ...]) -> Candidate:
     """A plain copy of as many bytes, for what memory allows; measured as each of the operations."""
 
+    parts: list[Callable[..., Any]] = [partial(target.copy_, source)]
+
     def run() -> Mapping[str, torch.Tensor]:
-        target.copy_(source)
+        parts[0]()
         return dict.fromkeys(operations, target)
 
     def judge(operation: str, got: torch.Tensor) -> Verdict:
         return checks.compare(got, source, 0.0)
 
     sent = dict.fromkeys(operations, 0.0)
-    return Candidate(COPY, "none", None, lambda: Contender(COPY, "none", None, run, judge, sent, (target,)))
+    made = partial(Contender, COPY, "none", None, run, judge, sent, (target,), parts=parts)
+    return Candidate(COPY, "none", None, made)
 
 
 def _exact(name: str, problem: Problem, call: Callable[[], object]) -> Contender:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -29,6 +30,7 @@ class Contender:
         poisoned: memory that `call` fills in place; set to NaN before a check.
         inputs: what `call` reads; negated in the call before a checked one, so that rows left from it are found out.
         close: gives its memory back.
+        parts: what `call` calls one after the other, where each may be replaced by its CUDA graph; else empty.
     """
 
     implementation: str
@@ -40,6 +42,7 @@ class Contender:
     poisoned: tuple[torch.Tensor, ...] = ()
     inputs: tuple[torch.Tensor, ...] = ()
     close: Callable[[], None] = field(default=lambda: None)
+    parts: list[Callable[..., Any]] = field(default_factory=list)
 
     @property
     def label(self) -> str:
@@ -67,16 +70,23 @@ def of_collective(
     transport: str | None = None,
     x: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    captured: bool = False,
 ) -> Contender:
-    """One whose `call` reads x and fills `out`, None being the problem's own, which `judge` then compares."""
+    """One whose `call` reads x and fills `out`, None being the problem's own, which `judge` then compares.
+
+    `captured`: a CUDA graph can take its place.
+    """
     x, filled = problem.x if x is None else x, problem.out if out is None else out
 
+    parts = [call]
+
     def run() -> Mapping[str, torch.Tensor]:
-        call()
+        parts[0]()
         return {problem.operation: filled}
 
     sent = {problem.operation: sent_bytes}
-    return Contender(implementation, wire, transport, run, lambda _, got: judge(got), sent, (filled,), (x,))
+    made = Contender(implementation, wire, transport, run, lambda _, got: judge(got), sent, (filled,), (x,))
+    return replace(made, parts=parts) if captured else made
 
 
 def label_of(implementation: str, wire: str, transport: str | None) -> str:

@@ -91,6 +91,7 @@ def _figure(
         "speedup": statistics.median(compared) / statistics.median(samples) if compared and samples else None,
         "paired_speedup": median_ratio(compared, samples) if compared and samples else None,
         "reference": reference,
+        "called": found.called.get(label),
     }
 
 

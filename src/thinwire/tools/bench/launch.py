@@ -10,16 +10,17 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from thinwire._rank_thread import require_queues
+from thinwire._rank_thread import require_queues, set_queues
 from thinwire.comm.launch.bootstrap import init
 from thinwire.comm.launch.launchers import LAUNCHERS, discover
 from thinwire.errors import ArgumentError
-from thinwire.files import open_to_write, write_file
+from thinwire.files import open_to_write, replace_file, write_file
 from thinwire.testing import run_ranks
 from thinwire.tools.bench.machine import commit, in_words, machine
 from thinwire.tools.bench.options import DEFAULT_RANKS, ROUND, Settings
@@ -27,6 +28,7 @@ from thinwire.tools.bench.results import FORMAT, VERSION, figure_of, parse_resul
 from thinwire.tools.bench.session import THREADS, Results, run_session
 from thinwire.tools.bench.summary import summarise
 from thinwire.tools.bench.traffic import expert_ids, read_matrix
+from thinwire.tools.bench.units import name_text
 from thinwire.tools.progress import SILENT, Progress, print_over
 
 _COLUMNS = 110  # of all lines, unless --wide is given
@@ -49,10 +51,9 @@ def run_bench(settings: Settings, command: str, json_file: Path | None, plot_fol
     Raises:
         ArgumentError: more or fewer ranks than the launcher's, no GPU, or a file or folder that cannot be written.
     """
-    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError("--device cuda needs a GPU, and torch.cuda.is_available() is False; accepted here: cpu")
+    json_file = json_file and json_file.absolute()  # for the process of rank 0
     launcher = launcher_of(os.environ)
+    device, mode = _placed(settings, launcher)
     first = True
     if launcher is not None:
         info = discover(os.environ)
@@ -74,29 +75,57 @@ def run_bench(settings: Settings, command: str, json_file: Path | None, plot_fol
                 described = _described(comm.device)
                 if first:
                     _print_head(described, ranks, launcher)
-                results = run_session(comm, settings, report)
+                content = partial(content_of, settings, described, ranks, launcher, command)
+                results = run_session(comm, settings, report, partial(_keep, json_file, content))
         else:
-            # Ranks that have no GPU of their own share the first one.
-            mode = "thread" if device == "cuda" and torch.cuda.device_count() < ranks else "process"
             if mode == "thread":
-                require_queues(ranks)  # before CUDA is asked what it runs on
+                require_queues(ranks)
             launcher = "processes of one host" if mode == "process" else "threads of one process"
             described = _described(torch.device(device))
             _print_head(described, ranks, launcher)
-            ran = run_ranks(run_session, ranks, settings, report, mode=mode, device=device, timeout=settings.timeout)
-            results = ran[0]
+            content = partial(content_of, settings, described, ranks, launcher, command)
+            shared = settings, report, partial(_keep, json_file, content)
+            results = run_ranks(run_session, ranks, *shared, mode=mode, device=device, timeout=settings.timeout)[0]
     if first:
-        content = content_of(settings, results, described, ranks, launcher, command)
-        text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+        text = _text(content(results))
         print_end(results)
         if json_file is not None:
-            write_file(json_file, text.encode())
+            (replace_file if json_file.is_file() else write_file)(json_file, text.encode())
         if plot_folder is not None:
             from thinwire.tools.bench.report import write_reports
 
             for file in write_reports([parse_results(json.loads(text), "results")], plot_folder):
                 print(f"# wrote {file}")
     return 1 if results.wrong or not results.figures else 0
+
+
+def _placed(settings: Settings, launcher: str | None) -> tuple[str, str]:
+    """Where ranks run, and as what: those that are started here without a GPU each are threads that share the first.
+
+    Raises:
+        ArgumentError: there is no GPU.
+    """
+    if settings.device == "cpu":
+        return "cpu", "process"
+    set_here = {} if launcher is not None else set_queues()  # before CUDA is asked anything
+    found = torch.cuda.is_available()
+    shared = launcher is None and found and torch.cuda.device_count() < (settings.ranks or DEFAULT_RANKS)
+    if not shared:
+        for variable in set_here:
+            del os.environ[variable]
+    if settings.device == "cuda" and not found:
+        raise ArgumentError("--device cuda needs a GPU, and torch.cuda.is_available() is False; accepted here: cpu")
+    return "cuda" if found else "cpu", "thread" if shared else "process"
+
+
+def _keep(file: Path | None, content: Callable[[Results], dict[str, Any]], results: Results) -> None:
+    """Writes what has been found so far; what is no regular file, such as a pipe, gets all of it at the end alone."""
+    if file is not None and file.is_file():
+        replace_file(file, _text(content(results)).encode())
+
+
+def _text(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
 def _require(option: str, path: Path, use: Callable[[], object]) -> None:
@@ -138,6 +167,10 @@ def print_end(results: Results) -> None:
         _comment(f"skipped: {entry['implementation']}{f' ({where})' if where else ''}: {entry['reason']}")
     if results.copy_bandwidth is not None:
         _comment(f"copy: {results.copy_bandwidth / 1e9:.2f} GB/s read and written by a rank while all copy")
+    for called in dict.fromkeys(figure["called"] for figure in results.figures if figure["called"]):
+        alike = (figure for figure in results.figures if figure["called"] == called)
+        named = (name_text(figure["implementation"], figure["wire"], figure["transport"]) for figure in alike)
+        _comment(f"called by {called}: {', '.join(dict.fromkeys(named))}")
     for sentence in summarise(map(figure_of, results.figures)):
         _comment(sentence)
     if not results.figures:
@@ -147,7 +180,7 @@ def print_end(results: Results) -> None:
 
 
 def content_of(
-    settings: Settings, results: Results, described: dict[str, Any], ranks: int, launched: str, command: str
+    settings: Settings, described: dict[str, Any], ranks: int, launched: str, command: str, results: Results
 ) -> dict[str, Any]:
     """What is written to JSON: times in seconds, sizes in bytes, bandwidths in bytes a second."""
     routings = list(map(str, settings.routings))

@@ -10,6 +10,7 @@ from thinwire.comm import Communicator
 from thinwire.errors import TransportUnavailable
 from thinwire.tools.bench.checks import Verdict
 from thinwire.tools.bench.contender import Candidate, Contender, NotHere
+from thinwire.tools.bench.graphs import how_called
 from thinwire.tools.bench.options import Settings
 from thinwire.tools.bench.timing import Laps, Times, chained_over_ranks, over_ranks, samples_of_ranks
 from thinwire.tools.bench.units import name_text
@@ -30,6 +31,7 @@ class Measured:
         samples: seconds on the slowest rank, by "label operation"; those with a wrong result have none. `fastest` has
             those on the fastest.
         periods: seconds of a round among rounds that follow each other, by label.
+        called: on a GPU, how those that were timed are called, by label; see `graphs`.
         missing: candidates that could not take part, and why.
     """
 
@@ -39,6 +41,7 @@ class Measured:
     samples: Times = field(default_factory=dict)
     fastest: Times = field(default_factory=dict)
     periods: Times = field(default_factory=dict)
+    called: dict[str, str] = field(default_factory=dict)
     missing: list[tuple[Candidate, str]] = field(default_factory=list)
 
 
@@ -54,7 +57,7 @@ def measure(
     Args:
         comm: the ranks.
         candidates: the same ones on all ranks.
-        settings: iterations, warmup, sample_seconds and check are looked at.
+        settings: iterations, warmup, sample_seconds, check and eager are looked at.
         laps: where contenders mark the parts of a round.
         report: is told which candidate makes its first calls, and of each that has.
     """
@@ -84,6 +87,7 @@ def measure(
         if settings.check:
             _check(comm, found.contenders, found)
         timed = {contender.label: contender for contender in found.contenders if not _is_wrong(found, contender)}
+        found.called = how_called(comm, list(timed.values()), settings.eager)
         if laps is not None:
             laps.take()
         everyone = samples_of_ranks(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.empty import empty
 from thinwire.fused.partition import gathered_parts, split_parts
 from thinwire.fused.reduce_scatter import reduce_scatter
+from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.tools.bench.checks import Verdict
 from thinwire.tools.bench.contender import Candidate, Contender, label_of, of_collective
@@ -46,7 +48,8 @@ def _collective(problem: Problem, wire: str, transport: str, out: torch.Tensor |
     out = problem.out if out is None else out
     call, parsed = _call(problem, wire, transport, out), WireFormat.parse(wire)
     judge = partial(problem.judge, wire=parsed)
-    return of_collective(NAME, problem, call, judge, sent_bytes(problem, parsed), wire, transport, out=out)
+    sent, direct = sent_bytes(problem, parsed), transport == "direct"
+    return of_collective(NAME, problem, call, judge, sent, wire, transport, out=out, captured=direct)
 
 
 def _call(problem: Problem, wire: str, transport: str, out: torch.Tensor) -> Callable[[], object]:
@@ -97,15 +100,23 @@ def _expert_round(problem: Round, wire: str, transport: str, laps: Laps) -> Cont
     parsed, on_gpu = WireFormat.parse(wire), problem.x.is_cuda
     label = label_of(NAME, wire, transport)
 
-    def run() -> Mapping[str, torch.Tensor]:
-        laps.start()
+    def dispatch() -> tuple[Dispatched, torch.Tensor]:
         d = ep.dispatch(problem.x, problem.topk_ids, problem.topk_weights)
         # Rows for experts, sorted, in one tensor; on a GPU without a wait for the host.
-        tokens = d.gather(problem.expert_rows)[0] if on_gpu else d.tokens
+        return d, d.gather(problem.expert_rows)[0] if on_gpu else d.tokens
+
+    def combine(expert_out: torch.Tensor, d: Dispatched) -> torch.Tensor:
+        return ep.combine(expert_out, d, out=problem.out)
+
+    parts: list[Callable[..., Any]] = [dispatch, problem.experts_on, combine]
+
+    def run() -> Mapping[str, torch.Tensor]:
+        laps.start()
+        d, tokens = parts[0]()
         laps.end(f"{label} dispatch")
-        expert_out = problem.experts_on(tokens)
+        expert_out = parts[1](tokens)
         laps.skip()
-        y = ep.combine(expert_out, d, out=problem.out)
+        y = parts[2](expert_out, d)
         laps.end(f"{label} combine", f"{label} moe")
         return {"dispatch": tokens, "combine": y, "moe": y}
 
@@ -116,4 +127,5 @@ def _expert_round(problem: Round, wire: str, transport: str, laps: Laps) -> Cont
     sent = {"dispatch": d.dispatch_traffic.wire_bytes, "combine": d.combine_traffic.wire_bytes}
     ep.combine(d.tokens, d)
     sent["moe"] = sum(sent.values())
-    return Contender(NAME, wire, transport, run, judge, sent, (problem.out,), (problem.x,), ep.close)
+    captured = parts if transport == "direct" else []
+    return Contender(NAME, wire, transport, run, judge, sent, (problem.out,), (problem.x,), ep.close, captured)

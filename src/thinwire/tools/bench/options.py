@@ -97,6 +97,7 @@ class Settings:
         link: bytes a second, as it was stated.
         timeout: seconds for everything.
         wide: whether the table has all columns.
+        eager: whether no CUDA graphs are timed.
     """
 
     operations: tuple[str, ...] = OPERATIONS
@@ -119,6 +120,7 @@ class Settings:
     link: float | None = None
     timeout: float = 600.0
     wide: bool = False
+    eager: bool = False
 
     def __post_init__(self) -> None:
         for option, value, least in (
@@ -171,6 +173,7 @@ class Settings:
             link=None if options.link is None else parse_rate("--link", options.link),
             timeout=options.timeout,
             wide=options.wide,
+            eager=options.eager,
         )
 
 

@@ -198,6 +198,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Figure], Any], Callable[[Any], str], bool],
     ("MaxVio", lambda f: f.max_violation, _number(".2f"), False),
     ("fastest rank, µs", lambda f: f.fastest_rank, _number(",.1f", 1e-6), False),
     ("rank spread, µs", lambda f: f.rank_spread, _number(",.1f", 1e-6), False),
+    ("called", lambda f: f.called, _text, True),
     ("period, µs", lambda f: f.period, _number(",.1f", 1e-6), False),
 )
 

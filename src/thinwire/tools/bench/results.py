@@ -35,7 +35,7 @@ FORMAT, VERSION = "thinwire bench", 1
 
 _MOST_FIGURES, _MOST_SETTINGS = 10_000, 200
 #: What figures of older files do not have.
-_LATER = ("paired_speedup", "max_violation", "fastest_rank", "rank_spread", "period")
+_LATER = ("paired_speedup", "max_violation", "fastest_rank", "rank_spread", "period", "called")
 _COMMAND_CHARACTERS, _LIST_CHARACTERS = 4000, 10_000
 _T = TypeVar("_T")
 
@@ -73,6 +73,7 @@ class Figure:
         wrong: elements further off than the wire format allows.
         speedup: the reference's median by this one's; in older files what `paired_speedup` is now.
         paired_speedup: the reference's time by this one's, the median over rounds; None in older files.
+        called: on a GPU, whether a CUDA graph was timed or calls from Python, and then why.
     """
 
     operation: str
@@ -98,6 +99,7 @@ class Figure:
     speedup: float | None
     paired_speedup: float | None
     reference: str | None
+    called: str | None
 
 
 @dataclass(frozen=True)
@@ -269,6 +271,7 @@ def figure_of(value: object) -> Figure:
         speedup=fields.get("speedup", or_none(_ratio)),
         paired_speedup=fields.get("paired_speedup", or_none(_ratio)),
         reference=fields.get("reference", or_none(text)),
+        called=fields.get("called", or_none(text)),
     )
 
 

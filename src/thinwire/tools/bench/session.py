@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,8 @@ from thinwire.wire import WireFormat
 _Job = tuple[str, int, Callable[[], None]]
 #: Of a rank on the CPU, for everything that is compared.
 THREADS = 1
+#: Of what is not measured yet, in a file that stays so only if the run is cut off.
+_CUT_OFF = "the run was cut off before"
 #: Option, name and package.
 _LIBRARIES = (("deepep", deepep.NAME, deepep.PACKAGE), ("flashinfer", flashinfer.NAME, flashinfer.PACKAGE))
 
@@ -52,6 +54,9 @@ class Results:
         return sum(figure["wrong"] or 0 for figure in self.figures)
 
 
+Keep = Callable[[Results], None]
+
+
 class Session:
     """One rank's part of a run.
 
@@ -59,10 +64,14 @@ class Session:
         comm: the ranks.
         settings: the same on all of them.
         report: is told what is measured now, by rank 0.
+        keep: gets what has been found, from rank 0, after each size.
     """
 
-    def __init__(self, comm: Communicator, settings: Settings, report: Report = SILENT) -> None:
+    def __init__(
+        self, comm: Communicator, settings: Settings, report: Report = SILENT, keep: Keep | None = None
+    ) -> None:
         self.comm, self.settings = comm, settings
+        self._keep = keep if comm.rank == 0 else None
         self._report = report if comm.rank == 0 else SILENT
         self._job = self._titled = ""
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
@@ -128,6 +137,9 @@ class Session:
             self._job = f"{place} of {len(jobs)}: {what}"
             if self._fits(what, needed):
                 job()
+            if self._keep is not None:  # the run may be cut off at any moment
+                left = [{"implementation": what, "reason": _CUT_OFF} for what, *_ in jobs[place:]]
+                self._keep(replace(self.results, skipped=self.results.skipped + left))
         return self.results
 
     def _jobs(self) -> Iterator[_Job]:
@@ -277,7 +289,7 @@ class Session:
             first, self._titled = False, titled
 
 
-def run_session(comm: Communicator, settings: Settings, report: Report = SILENT) -> Results:
+def run_session(comm: Communicator, settings: Settings, report: Report = SILENT, keep: Keep | None = None) -> Results:
     """A whole run on one rank. Collective.
 
     Raises:
@@ -285,4 +297,4 @@ def run_session(comm: Communicator, settings: Settings, report: Report = SILENT)
     """
     if comm.device.type == "cpu":
         torch.set_num_threads(THREADS)
-    return Session(comm, settings, report).run()
+    return Session(comm, settings, report, keep).run()

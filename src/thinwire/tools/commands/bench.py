@@ -71,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--baselines", default="all", metavar="NAME,...", help=f"Compare with all, none, or some of {names} (all).")
     add("--ranks", type=int, help=f"Start so many processes, where no launcher did ({DEFAULT_RANKS}).")
     add("--device", choices=("cpu", "cuda"), help="Run there; by default on cuda if there is a GPU, else on cpu.")
+    add("--eager", action="store_true", help="On a GPU time calls from Python, and no CUDA graphs of them.")
     add("--link", metavar="RATE", help="Record this rate of the link between hosts in the results, such as 10Gbit.")
     add("--timeout", type=float, default=default.timeout, help=f"Stop after so many seconds ({default.timeout:g}).")
     add("--wide", action="store_true", help="Print all columns; lines are then longer than 110 characters.")
