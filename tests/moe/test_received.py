@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.speeds import exhaustive_but
 from tests.helpers.wires import assert_same_bits
@@ -199,3 +200,35 @@ def _refusals(comm: Communicator, transport: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_what_does_not_fit_is_refused(transport: str) -> None:
     run_ranks(_refusals, 2, transport, mode="thread")
+
+
+class _Operations(TorchDispatchMode):
+    """Counts what torch does beside views and new memory: on a GPU each is a launch."""
+
+    FREE = ("view", "select", "slice", "unsqueeze", "as_strided", "detach", "empty", "new_empty", "lift_fresh")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket.__name__ not in self.FREE:
+            self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def _count_operations(comm: Communicator) -> tuple[list[str], list[str]]:
+    with ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, MAX_TOKENS, transport="direct") as ep:
+        x, ids, weights = tokens(comm.rank, "ragged", torch.float32, 0)
+        for _ in range(2):  # the second time nothing is made that lasts
+            d = ep.dispatch(x, ids, weights)
+            with _Operations() as gathering:
+                records = d.gather_records(16)
+            with _Operations() as combining:
+                ep.combine(records.tokens, d, weighted=True)
+    return gathering.names, combining.names
+
+
+def test_records_take_few_operations() -> None:
+    for gathering, combining in run_ranks(_count_operations, 2, mode="thread", timeout=60):
+        assert len(gathering) <= 28 and not combining, " ".join([*gathering, "|", *combining])
