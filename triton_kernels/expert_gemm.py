@@ -54,7 +54,7 @@ def tile_rows(expert_offsets_ptr, num_experts, tile, num_rows, EXPERTS: tl.const
     mine = tl.where(tile >= before, tl.where(tile < after, 1, 0), 0)
     expert, total = tl.sum(mine * experts), tl.sum(tiles)
     first, last = tl.sum(mine * (starts + (tile - before) * BLOCK_M)), tl.sum(mine * ends)
-    return expert, first, tl.minimum(last, num_rows), tile < total
+    return expert, first, tl.minimum(last, num_rows), tile < total  # behind them 0, 0 and 0
 
 
 @triton.jit
@@ -101,9 +101,9 @@ def expert_gemm_kernel(
     live = tl.where(rows >= 0, rows < last, False)  # users see the offsets, and may have written into them
     columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < WIDTH
-    if found:  # and no tile behind the last expert's
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if found:
         record = rows.to(tl.int64)
         if index_ptr is not None:
             record = tl.load(index_ptr + rows, mask=live, other=-1)
@@ -138,15 +138,15 @@ def expert_gemm_kernel(
             acc = silu(gate) * acc
         elif ACTIVATE:
             acc = silu(acc)
-        out_rows = out_ptr + rows.to(tl.int64) * out_row_stride
-        if OUT is None:
-            store_float32(out_rows[:, None] + columns[None, :], acc, live[:, None] & inside[None, :], False)
-        else:
-            payload, scale_bits = encode_tile(acc, group_amax(acc, OUT), OUT)
-            mask = live[:, None] & (columns < OUT.SCALES_OFFSET)[None, :]
-            tl.store(tl.multiple_of(out_rows, [16])[:, None] + columns[None, :], payload, mask=mask)
-            scales = (out_rows + OUT.SCALES_OFFSET).to(tl.pointer_type(tl.int16))
-            tl.store(scales + column_tile, scale_bits.to(tl.int16), mask=live)
+    out_rows = out_ptr + rows.to(tl.int64) * out_row_stride
+    if OUT is None:
+        store_float32(out_rows[:, None] + columns[None, :], acc, live[:, None] & inside[None, :], False)
+    else:
+        payload, scale_bits = encode_tile(acc, group_amax(acc, OUT), OUT)
+        mask = live[:, None] & (columns < OUT.SCALES_OFFSET)[None, :]
+        tl.store(tl.multiple_of(out_rows, [16])[:, None] + columns[None, :], payload, mask=mask)
+        scales = (out_rows + OUT.SCALES_OFFSET).to(tl.pointer_type(tl.int16))
+        tl.store(scales + column_tile, scale_bits.to(tl.int16), mask=live)
 
 
 def expert_gemm(

@@ -233,10 +233,11 @@ def store_rows(base, positions, out_ptr, out_row_stride, capacity, LAYOUT: tl.co
 
     It is loaded and decoded once, unless it has several tiles: two of them would take all registers.
     """
+    # As combine reads them: a peer that names an expert twice leaves a hole, and what is behind it was counted.
+    terms = num_terms(load_positions(positions, TERMS))
     if LAYOUT.NUM_TILES == 1:
         elements = dequantized_tile(base, 0, out_ptr.dtype.element_ty, LAYOUT)
-    # As combine reads them: a peer that names an expert twice leaves a hole, and what is behind it was counted.
-    for k in range(num_terms(load_positions(positions, TERMS))):
+    for k in range(terms):
         target = tl.load(positions + k)
         if tl.where(target < capacity, target, -1) >= 0:
             out_row = out_ptr + target * out_row_stride
