@@ -8,12 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import bench_link, processor_time
 from thinwire.comm import Communicator
@@ -56,6 +58,19 @@ def stay(comm: Communicator, *, folder: str, fail: bool) -> None:
     if fail and comm.rank == 1:
         raise ValueError("as asked")
     time.sleep(600)
+
+
+def leave_a_thread_in_torch(comm: Communicator) -> int:
+    """Returns while a thread, as Gloo's may, still works for torch and then needs Python."""
+
+    def work() -> None:
+        x = torch.zeros(100_000)
+        while True:
+            x.add_(1)
+
+    threading.Thread(target=work, daemon=True).start()
+    print(f"rank {comm.rank} has left a thread")
+    return comm.rank
 
 
 def _pids(folder: Path) -> list[int]:
@@ -109,6 +124,13 @@ def test_the_ranks_reach_each_other_through_the_link_alone(linked: list[list[lis
     assert linked[0] == linked[1]
     assert [set(names) - unusable for names in linked[0]] == [{"lo", "tw0"}] * 2
     assert "tw0" not in [name for _, name in socket.if_nameindex()]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("linked")
+def test_a_rank_ends_well_with_a_thread_in_torch(capfd: pytest.CaptureFixture[str]) -> None:
+    assert link.run_on_two_hosts(f"{__name__}:leave_a_thread_in_torch", {}, rate="1gbit", timeout=120) == [0, 1]
+    assert sorted(capfd.readouterr().out.splitlines()) == [f"rank {rank} has left a thread" for rank in range(2)]
 
 
 @pytest.mark.exhaustive

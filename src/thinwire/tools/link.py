@@ -265,6 +265,10 @@ def _rank_main() -> None:
     with thinwire.init(device="cpu", timeout=job["timeout"]) as comm:
         result = getattr(importlib.import_module(module), name)(comm, **job["settings"])
     Path(job["result"]).write_text(json.dumps(result))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # While Python ends, a thread that needs it, such as Gloo's that lets go of the last tensors, aborts the process.
+    os._exit(0)
 
 
 def _end_with_caller(folder: Path) -> None:
