@@ -20,9 +20,10 @@ from tests.helpers.runs import machine, write_json
 from thinwire import testing
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
-from verification.interrupts.calls import KINDS, PLACES, judge, trial
+from verification.interrupts.calls import KINDS, PLACES, judge, trial, was_slow
 
 TRANSPORTS = ("direct", "staged")
+TRIES = 3  # of a trial that a busy machine has spoilt before its interrupt
 
 
 def run_rank(
@@ -41,8 +42,12 @@ def run_rank(
                 for sample in range(samples):
                     rng = random.Random(f"{seed} {place.name} {transport} {kind} {sample}")
                     at = rng.randint(1, events) if kind.startswith("an event") else 0.01 * rng.random() ** 2
-                    outcomes, _ = trial(comm, place, transport, kind, at, seed + sample)
-                    verdict = judge(comm.all_gather_data(outcomes, [str]))
+                    for _ in range(TRIES):
+                        outcomes, _ = trial(comm, place, transport, kind, at, seed + sample)
+                        told = comm.all_gather_data(outcomes, [str])
+                        if not was_slow(told):
+                            break
+                    verdict = judge(told)
                     seen[verdict if verdict in ("right", "ended", "told") else f"WRONG at {at}: {verdict}"] += 1
     return found
 

@@ -202,6 +202,8 @@ def _interrupt(call: Callable[[], Any], kind: str, at: float, rng: random.Random
             signal.setitimer(signal.ITIMER_PROF, 0)
     except (Interrupted, KeyboardInterrupt) as caught:
         found = caught if found is None else found
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)  # again: of two signals, the first may have come before it
     return found, profile.seen
 
 
@@ -224,9 +226,9 @@ def trial(world: Communicator, place: Place, transport: str, kind: str, at: floa
     """Outcomes of one rank: of each step, and of the interrupted one that of its repetition; and the call's events."""
     rng, outcomes, events = random.Random(seed), [], 0
     comm = world.split(groups=[range(world.size)])
-    comm._exchange.timeout = TIMEOUT
     try:
         steps = place.make(comm, transport)
+        comm._exchange.timeout = TIMEOUT
 
         def twice(given: Any) -> Any:
             """The call, which is interrupted, and made again."""
@@ -245,6 +247,12 @@ def trial(world: Communicator, place: Place, transport: str, kind: str, at: floa
     finally:
         comm.close()
     return outcomes, events
+
+
+def was_slow(outcomes: list[list[str]]) -> bool:
+    """Whether ranks waited too long for each other before anything was interrupted, though none was gone."""
+    first = {found[0] for found in outcomes}
+    return "PeerTimeout []" in first and first <= {"right", "PeerTimeout []"}
 
 
 def judge(outcomes: list[list[str]]) -> str:

@@ -9,7 +9,7 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 from tests.helpers.speeds import exhaustive_but
 from thinwire.testing import run_ranks
 from verification.interrupts.__main__ import run_rank
-from verification.interrupts.calls import KINDS, PLACES, judge
+from verification.interrupts.calls import KINDS, PLACES, judge, was_slow
 
 NAMES = [place.name for place in PLACES]
 
@@ -29,3 +29,10 @@ def test_what_must_not_be_is_found() -> None:
     assert judge([[*right, "RoutingError: it is over"], right]) == "told"
     for odd in ([right, ["WRONG: [1.0] in place of [2.0]"]], [ended, ["right", *["PeerTimeout []"] * 3]]):
         assert judge(odd) == str(odd)
+
+
+def test_a_trial_that_a_busy_machine_spoilt_is_told_from_one_that_an_earlier_one_spoilt() -> None:
+    slow, gone, right = ["PeerTimeout []"] * 4, ["PeerTimeout [0]"] * 4, ["right"] * 4
+    assert was_slow([slow, slow]) and was_slow([right, slow])
+    assert not was_slow([right, right]) and not was_slow([slow, gone]) and not was_slow([["right", *slow], right])
+    assert judge([slow, slow]) == str([slow, slow])  # every time
