@@ -193,7 +193,9 @@ def test_trainer_logs_what_it_logs_with_transformers_own_implementation(
         stock, exact, int8 = (torch.tensor(each) for each in logged.values())
         assert len(stock) == 4 and stock[-1, 0] < stock[0, 0] * (0.5 if lora is None else 1), "it learns"
         torch.testing.assert_close(exact, stock, rtol=1e-6, atol=0)
-        torch.testing.assert_close(int8, stock, rtol=0.03, atol=0)
+        torch.testing.assert_close(int8[:, 0], stock[:, 0], rtol=0.03, atol=0)
+        # Norms of gradients drift apart further, and how far depends on the processor: .031 was seen.
+        torch.testing.assert_close(int8[:, 1], stock[:, 1], rtol=0.06, atol=0)
         assert not torch.allclose(int8, stock, rtol=1e-4)
 
 
