@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks import timing
 from thinwire.files import replace_file
@@ -124,7 +125,7 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     summary, keeper = options.out / "summary.json", Keeper()
     goes_on = options.only or options.first
-    results: dict[str, dict[str, object]] = timing.read_json(summary).get("steps", {}) if goes_on else {}
+    results: dict[str, dict[str, Any]] = timing.read_json(summary).get("steps", {}) if goes_on else {}
 
     def note(name: str, outcome: dict[str, object]) -> None:
         results[name] = outcome
@@ -139,7 +140,7 @@ def main() -> int:
         else:
             note(name, {"status": ["no time was left"]})
         print(f"{name}: {results[name]}", flush=True)
-    return 0 if all(status == 0 for name in names for status in results[name]["status"]) else 1  # type: ignore[attr-defined]
+    return 0 if all(status == 0 for name in names for status in results[name]["status"]) else 1
 
 
 if __name__ == "__main__":
