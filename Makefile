@@ -16,7 +16,8 @@ SYSTEM := $(filter system,$(TORCH))
 WORKERS ?= 2
 PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-integrations lint types imports ahead-of-time docs soak fuzz protocol serve-check bench clean
+.PHONY: demo test test-all checks exhaustive test-frameworks test-vllm test-integrations lint types imports ahead-of-time \
+	docs soak fuzz protocol serve-check bench clean
 
 demo: $(VENV)/runs
 	$(RUN) -m thinwire demo
@@ -25,15 +26,25 @@ demo: $(VENV)/runs
 test: $(VENV)/ready
 	$(PYTEST) -m "not exhaustive"
 
-# All that a change must pass, each test once, the quick ones first: what is marked exhaustive (all wires, dtypes and
-# sizes, models, faults, launchers, examples), style, types, imports, the site, and every kernel compiled for every GPU.
-# Then transformers and vLLM, where their environments can be made; what a registry cannot give is no fault of a change.
+# Every test once, the quick ones first: what is marked exhaustive (all wires, dtypes and sizes, models, faults, launchers,
+# examples), style, types, imports, the site, every kernel compiled for every GPU, and other frameworks. About an hour.
 test-all: test
-	$(PYTEST) -m exhaustive
-	$(MAKE) lint types imports docs ahead-of-time
+	$(MAKE) checks exhaustive test-frameworks test-vllm
+
+checks: lint types imports docs ahead-of-time
+
+# Of these tests every Nth from the Kth on, with PART=K/N.
+PART ?= 1/1
+exhaustive: $(VENV)/ready
+	$(PYTEST) -m exhaustive --part $(PART)
+
+# These two need environments of their own; what a registry cannot give is no fault of a change.
+test-frameworks:
 	@if timeout 300 $(MAKE) $(INTEGRATIONS)/ready; then \
 		$(MAKE) test-integrations && $(BESIDE) -m exhaustive $(CLIENTS:%=tests/integrations/test_%.py); \
 	else echo "SKIPPED: tests beside other frameworks, which could not be installed within 5 minutes"; fi
+
+test-vllm:
 	@if timeout 900 $(MAKE) $(VLLM_VENV)/ready; then \
 		$(VLLM_VENV)/bin/python -m pytest tests/integrations/test_vllm.py; \
 	else echo "SKIPPED: tests beside vLLM, which could not be installed within 15 minutes"; fi
