@@ -57,7 +57,7 @@ def _ctrl_c(comm: Communicator, transport: str) -> Any:
             start = time.monotonic()
             with pytest.raises(Interrupted):
                 ep.combine(d.tokens, d)
-            assert time.monotonic() - start < 0.7
+            assert time.monotonic() - start < 1.2  # the timeout is 1.5
             for call in (lambda: ep.dispatch(*_tokens(comm, 3)), short.barrier, lambda: ep.ensure_capacity(99)):
                 with pytest.raises(ThinwireError, match="has ended at this rank, as Interrupted came in the middle"):
                     call()
