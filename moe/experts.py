@@ -12,10 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from thinwire.comm.tensors import is_int, require_dense
+from thinwire.comm.tensors import is_dense, is_int, require_dense
 from thinwire.errors import RoutingError
+from thinwire.fused.backend import select_backend
 from thinwire.log import LOGGER
 from thinwire.moe import grouped_mm
+from thinwire.triton_kernels.activate import activate
+from thinwire.wire import WireFormat
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu}
 
@@ -147,7 +150,7 @@ class GroupedExperts(nn.Module):
         """
         reason, segments = self._choose(tokens, expert_counts, expert_offsets)
         if not torch.compiler.is_compiling() and LOGGER.isEnabledFor(logging.INFO):
-            self._log(_describe(reason, tokens))
+            self._log(self._describe(reason, tokens))
         if segments is None:
             return self._grouped_on_device(tokens, expert_counts, expert_offsets)
         # torch.compile knows grouped_mm in bfloat16 alone.
@@ -164,7 +167,15 @@ class GroupedExperts(nn.Module):
     ) -> str:
         """Which way a call with these arguments goes, and why. Raises what the call would raise for them."""
         reason, _ = self._choose(tokens, expert_counts, expert_offsets)
-        return _describe(reason, tokens)
+        return self._describe(reason, tokens)
+
+    def _describe(self, reason: str | None, tokens: torch.Tensor) -> str:
+        """Which way a call goes; `reason` is that for a loop."""
+        if reason is not None:
+            return f"experts: loop ({reason})"
+        why = None if tokens.is_cpu else self._why_in_torch(tokens)
+        activation = "" if why is None else f", activation of all rows there is room for ({why})"
+        return f"experts: grouped_mm ({tokens.dtype} on {tokens.device.type}){activation}"
 
     def _log(self, choice: str) -> None:
         if choice != self._logged:
@@ -213,12 +224,32 @@ class GroupedExperts(nn.Module):
         self, tokens: torch.Tensor, expert_counts: torch.Tensor, expert_offsets: torch.Tensor | None
     ) -> torch.Tensor:
         ends = grouped_mm.ends_of_experts(tokens.shape[0], expert_counts, expert_offsets)
-        if not (torch.is_grad_enabled() and any(each.requires_grad for each in (tokens, *self.parameters()))):
+        if self._why_in_torch(tokens) is None:
+            rows = grouped_mm.aligned(tokens)
+            gate = None if self.w_gate is None else F.grouped_mm(rows, self.w_gate, offs=ends)
+            inner = F.grouped_mm(rows, self.w_in, offs=ends)
+            inner = activate(inner, self.b_in, ends, self.activation, gate, self.b_gate)
+            return activate(F.grouped_mm(inner, self.w_out, offs=ends), self.b_out, ends)
+        if not self._wants_gradient(tokens):
             return self._grouped(grouped_mm.aligned(tokens), ends)
         is_row = grouped_mm.rows_of_experts(tokens.shape[0], expert_counts, expert_offsets, ends)
         # Padding may hold NaN, which zero gradients would not keep out of the weights', and the rest anything.
         rows = torch.where(is_row.unsqueeze(1), tokens, 0)
         return torch.where(is_row.unsqueeze(1), self._grouped(rows, ends, is_row), 0)
+
+    def _wants_gradient(self, tokens: torch.Tensor) -> bool:
+        return torch.is_grad_enabled() and any(each.requires_grad for each in (tokens, *self.parameters()))
+
+    def _why_in_torch(self, tokens: torch.Tensor) -> str | None:
+        """Why torch, and no kernel for the rows that came, activates rows on a GPU and adds biases."""
+        if self._wants_gradient(tokens):
+            return "a gradient is wanted"
+        if torch.compiler.is_compiling() or not is_dense(tokens):
+            return "tokens have no memory yet, as under torch.compile"
+        if not isinstance(self.activation, str) and type(self.activation) is not ClampedSwiGLU:
+            return f"the kernel does not know what a {type(self.activation).__name__} computes"
+        backend = select_backend(tokens.device, WireFormat.parse("none"))
+        return None if backend.name == "triton" else backend.reason
 
     def _grouped(self, rows: torch.Tensor, ends: torch.Tensor, is_row: torch.Tensor | None = None) -> torch.Tensor:
         def affine(rows: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None) -> torch.Tensor:
@@ -285,10 +316,3 @@ def _require_integers(name: str, numbers: torch.Tensor) -> None:
     require_dense(name, numbers, in_memory=False)
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
         raise RoutingError(f"{name} must hold integers, got {numbers.dtype}")
-
-
-def _describe(reason: str | None, tokens: torch.Tensor) -> str:
-    """Which way a call goes; `reason` is that for a loop."""
-    if reason is not None:
-        return f"experts: loop ({reason})"
-    return f"experts: grouped_mm ({tokens.dtype} on {tokens.device.type})"

@@ -30,16 +30,22 @@ _MAGIC_BITS = tl.constexpr(MAGIC_BITS)
 
 
 @triton.jit
-def silu(x):
-    """SiLU of float32. Launchers pass `enable_fp_fusion=False`."""
-    magnitude = (x.to(tl.int32, bitcast=True) & SIGNLESS).to(tl.float32, bitcast=True)
+def exp_of_minus(magnitude):
+    """exp(-magnitude) of float32 from 0 to 87, and of 87 for others. Launchers pass `enable_fp_fusion=False`."""
     y = 0.0 - tl.where(magnitude < _LOWEST, magnitude, _LOWEST)
     n = (y * _LOG2_E + ROUND_MAGIC).to(tl.int32, bitcast=True) - _MAGIC_BITS
     whole = n.to(tl.float32)
     r = (y - whole * _LOG_2_HIGH) - whole * _LOG_2_LOW
     p = ((((_P0 * r + _P1) * r + _P2) * r + _P3) * r + _P4) * r + _P5
-    e = ((p * (r * r) + r) + 1.0) * ((n + 127) << 23).to(tl.float32, bitcast=True)
-    return x * tl.div_rn(tl.where(x >= 0.0, 1.0, e), 1.0 + e)
+    return ((p * (r * r) + r) + 1.0) * ((n + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def silu(x, ALPHA: tl.constexpr = 1.0):
+    """SiLU of float32, or x / (1 + exp(-ALPHA * x))."""
+    y = x * ALPHA
+    e = exp_of_minus((y.to(tl.int32, bitcast=True) & SIGNLESS).to(tl.float32, bitcast=True))
+    return x * tl.div_rn(tl.where(y >= 0.0, 1.0, e), 1.0 + e)
 
 
 def silu_reference(x: torch.Tensor) -> torch.Tensor:
