@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from thinwire.compiler import opaque
 from thinwire.errors import LaneError, RoutingError
 from thinwire.fused.backend import RoundKernels
 from thinwire.fused.counts import new_rows
@@ -22,9 +23,10 @@ from thinwire.fused.direct_transport import compiled_for
 from thinwire.moe.direct_lanes import DirectLanes
 from thinwire.moe.dispatched import Dispatched, Traffic
 from thinwire.moe.plan import SendPlan
-from thinwire.moe.received import Arrived
+from thinwire.moe.received import Arrived, Records, check_capacity
 from thinwire.triton_kernels import signal
 from thinwire.triton_kernels.launch import kept
+from thinwire.triton_kernels.list_records import lane_of_records, list_records
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, DTYPE_CODES, Lane
 
 
@@ -212,23 +214,12 @@ def launch_each(
     kernels.wait(lane, DISPATCH, 0.0, 0.0)
     kernels.route(lane)
     kernels.gather(lane, row, torch.empty((), dtype=torch.bool, device=x.device))
+    list_records(lane, lane.positions[:0], lane.weights[:0], lane.positions[:0])  # Triton's alone, which GPUs have
     for out_dtype in DTYPE_CODES:
         kernels.send_sums(lane, row.to(out_dtype), x.dtype, num_programs, weight_grads)
     kernels.close_round(lane)
     kernels.wait(lane, COMBINE, 0.0, 0.0)
     kernels.sum_home(lane, row, home_grads)
-
-
-@torch.inference_mode(False)
-def _lane_with_its_own_rows(lane: Lane) -> Lane:
-    """The same lane with other counts, offsets, positions and weights: one for all rounds, as launchers know a lane."""
-    return replace(
-        lane,
-        expert_counts=torch.zeros_like(lane.expert_counts),
-        expert_offsets=torch.zeros_like(lane.expert_offsets),
-        positions=torch.full_like(lane.positions, -1),
-        weights=torch.ones_like(lane.weights),
-    )
 
 
 @torch.inference_mode(False)
@@ -283,15 +274,15 @@ class DirectRound(Dispatched):
     def _unpack(self, chosen: torch.Tensor) -> torch.Tensor:
         # The kernel that gathers rows for experts. Triton's looks at positions, numba's at the index.
         tensors = self._lane_of_records
-        tensors.expert_offsets[-1] = tensors.expert_counts[-1:] = self._arrived.number.clamp(max=len(chosen))
+        tensors.expert_offsets[-1] = self._arrived.number.clamp(max=len(chosen))
         if not self._rounds.on_gpu:
             tensors = replace(tensors, index=chosen)
         return self._gather_from(tensors, len(chosen), True)[0]
 
     @functools.cached_property
     def _lane_of_records(self) -> Lane:
-        """The lane as kernels are to see it where every record that came has one row, in their order, of weight 1."""
-        tensors = kept(self._tensors, _lane_with_its_own_rows)
+        """The lane whose rows are the records that came, in their order."""
+        tensors = kept(self._tensors, lane_of_records)
         tensors.positions[:, :1] = self._arrived.rows.unsqueeze(1)
         return tensors
 
@@ -307,6 +298,22 @@ class DirectRound(Dispatched):
         tensors = self._lane_of_records if weighted else None
         as_they_are = weighted and expert_out.dtype == torch.uint8
         return self._rounds.begin_combine(self.lane, expert_out, self._dtype, out, None, tensors, as_they_are)
+
+    @opaque
+    def gather_records(self, capacity: int) -> Records:
+        """As `Dispatched` has it; in two launches with Triton's kernels, unless a gradient is wanted."""
+        if self._rounds.config.dispatch_backend.name != "triton" or self._link is not None:
+            return super().gather_records(capacity)
+        self._require_open()
+        check_capacity(capacity)
+        lane, top_k = self._tensors, self._tensors.layout.TOP_K
+        shapes = (lane.positions, top_k), (lane.weights, top_k), (lane.positions, 2)
+        ids, weights, source = (new_rows(like, capacity, (columns,)) for like, columns in shapes)
+        list_records(lane, ids, weights, source)
+        self._lane_of_records = kept(lane, lane_of_records)
+        tokens, overflow = self._gather_from(self._lane_of_records, capacity, True)
+        self._record_capacity = capacity
+        return Records(tokens, ids, weights, source, overflow)
 
     @property
     def dispatch_traffic(self) -> Traffic:

@@ -12,9 +12,13 @@ from typing import Any
 import torch
 
 from tests.helpers.wires import assert_same_bits
+from thinwire.moe.direct import _sources_of_slots
 from thinwire.moe.plan import ArrivalPlan, merge_repeated_experts
+from thinwire.moe.received import Arrived, Records, experts_of, take
 from thinwire.moe.routing import expert_range
 from thinwire.triton_kernels.codec_reference import dequantize_reference, quantize_reference
+from thinwire.triton_kernels.launch import kept
+from thinwire.triton_kernels.list_records import lane_of_records
 from thinwire.triton_kernels.round_layout import COMBINE, CONTROL_ROWS, CONTROL_TOKENS, DISPATCH, Lane, RoundLayout
 from thinwire.triton_kernels.signal import CONTROL_EPOCH, REPORT_STATUS
 from thinwire.triton_kernels.sums import pack_weighted_sums_reference, sum_records_reference
@@ -93,7 +97,7 @@ def run_round(
     """One round of all ranks, checked at every step; `experts` [num_experts, hidden] scale a token's elements.
 
     Args:
-        kernels: what has send_tokens, wait, route, gather, send_sums, close_round and sum_home.
+        kernels: what has send_tokens, wait, route, gather, send_sums, close_round and sum_home; maybe list_records.
         closing: ranks that close the round instead of sending sums.
 
     Returns:
@@ -112,6 +116,8 @@ def run_round(
         kernels.route(lane)
         plan = _check_route(lane, tokens)
         outputs.append(_check_gather(kernels, lane, tokens, experts))
+        if hasattr(kernels, "list_records"):
+            _check_records(kernels, lane, len(plan[0]), tokens[0].x.dtype)
         plans.append(plan)
     grads = [torch.randn(lane.weights.shape, device=lane.weights.device) for lane in lanes]
     for lane, expert_out, of_weights in zip(lanes, outputs, grads, strict=True):
@@ -192,6 +198,34 @@ def _check_gather(kernels: Any, lane: Lane, tokens: list[Tokens], experts: torch
     ):
         scales[start : start + count] = experts[lane.layout.first_expert(lane.rank) + expert]
     return (expected[:used].float() * scales).to(x.dtype).to(x.device)
+
+
+def _check_records(kernels: Any, lane: Lane, number: int, dtype: torch.dtype) -> None:
+    """Against torch's operations. If `number` of records is odd, half of them are dropped."""
+    capacity, layout, device = number // 2 if number % 2 else number + 3, lane.layout, lane.buffer.device
+    shapes = (capacity, layout.HIDDEN), (capacity, layout.TOP_K), (capacity, layout.TOP_K), (capacity, 2)
+    dtypes = dtype, torch.int64, torch.float32, torch.int64
+    out = [torch.full(shape, 7, dtype=each, device=device) for shape, each in zip(shapes, dtypes, strict=True)]
+    out.append(torch.tensor(number <= capacity, device=device))
+    if len(lane.expert_counts):  # else nothing is ever written there
+        kept(lane, lane_of_records).positions[:, 0] = 0  # a row of an earlier round would overwrite the first
+    kernels.list_records(lane, *out[1:4])
+    kernels.gather(kept(lane, lane_of_records), out[0], out[4], True)
+    arrived = arrived_on(lane)
+    chosen = arrived.first(capacity)
+    positions, *routing = arrived.at(chosen)
+    records = take(lane.records[:, : lane.wire.row_bytes(layout.HIDDEN, dtype)], chosen, 0)
+    tokens = dequantize_reference(records.cpu(), lane.wire, layout.HIDDEN, dtype)
+    tokens[chosen.cpu() < 0] = 0.0
+    expected = tokens, experts_of(positions, lane.expert_offsets), *routing, arrived.number > capacity
+    for name, want, got in zip(Records._fields, expected, out, strict=True):
+        assert torch.equal(want.cpu(), got.cpu()), (name, want, got)
+
+
+def arrived_on(lane: Lane) -> Arrived:
+    """What came on a lane that was routed, for torch's operations."""
+    weights = lane.weights.masked_fill(lane.positions < 0, 0.0)
+    return Arrived(lane.positions, weights, _sources_of_slots(lane))
 
 
 def check_results(

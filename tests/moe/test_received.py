@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import shutil
+from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from tests.helpers.wires import assert_same_bits
 from tests.moe.test_rounds_direct import HIDDEN, INTERPRETED, KINDS, MAX_TOKENS, NUM_EXPERTS, TOP_K, poison, tokens
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CapacityError, LaneError, RoutingError
+from thinwire.fused.backend import Backend, select_round_kernels
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.moe.plan import merge_repeated_experts
@@ -205,7 +208,10 @@ def test_what_does_not_fit_is_refused(transport: str) -> None:
 class _Operations(TorchDispatchMode):
     """Counts what torch does beside views and new memory: on a GPU each is a launch."""
 
-    FREE = ("view", "select", "slice", "unsqueeze", "as_strided", "detach", "empty", "new_empty", "lift_fresh")
+    FREE = (
+        "view", "select", "slice", "unsqueeze", "as_strided", "detach", "empty", "new_empty", "empty_like",
+        "lift_fresh", "is_pinned",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,6 +235,33 @@ def _count_operations(comm: Communicator) -> tuple[list[str], list[str]]:
     return gathering.names, combining.names
 
 
+def _count_launches(comm: Communicator) -> tuple[list[str], list[str]]:
+    """Torch's operations and the launches of a round by record, behind dispatch, with the kernels of a GPU."""
+    from tests.helpers.stub_driver import stub_driver  # it loads Triton
+
+    with stub_driver() as stub, ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, MAX_TOKENS, transport="direct") as ep:
+        rounds, backend = cast(Any, ep._assembly.rounds), Backend("triton", "", *[mock.Mock()] * 4)
+        rounds.kernels, rounds.on_gpu = select_round_kernels(backend), True
+        vars(rounds.config)["dispatch_backend"] = backend
+        for _ in range(2):
+            d = ep.dispatch(*tokens(comm.rank, "ragged", torch.float32, 0))
+            first = stub.num_launches
+            with _Operations() as operations:
+                ep.combine(d.gather_records(16).tokens, d, weighted=True)
+        rounds.on_gpu = False
+        return operations.names, [launched.name for launched in stub.launched(first)]
+
+
+@pytest.mark.skipif(
+    shutil.which("cc") is None or torch.cuda.is_available(), reason="the stub needs a C compiler, and no CUDA driver"
+)
+def test_on_a_gpu_records_take_two_launches_and_no_operations() -> None:
+    pytest.importorskip("triton", reason="the kernels of a GPU are Triton's")
+    ((operations, launched),) = run_ranks(_count_launches, 1)
+    kernels = ["list_records", "gather", "send_sums", "wait", "sum_home"]
+    assert not operations and launched == [f"{name}_kernel" for name in kernels]
+
+
 def test_records_take_few_operations() -> None:
     for gathering, combining in run_ranks(_count_operations, 2, mode="thread", timeout=60):
-        assert len(gathering) <= 28 and not combining, " ".join([*gathering, "|", *combining])
+        assert len(gathering) <= 27 and not combining, " ".join([*gathering, "|", *combining])

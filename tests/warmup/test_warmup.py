@@ -42,6 +42,7 @@ from thinwire.triton_kernels import collective, combine, dispatch, permute
 from thinwire.triton_kernels.expert_gemm import INNER_WIRE, expert_gemm
 from thinwire.triton_kernels.int8_weights import Int8Weights
 from thinwire.triton_kernels.launch import settle_cache_keys
+from thinwire.triton_kernels.list_records import list_records
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
 from thinwire.wire import WireFormat
 
@@ -80,6 +81,8 @@ class Sizes:
         dispatch.send_tokens(lane, x, ids, ids.float(), tag=9)
         dispatch.wait(lane, DISPATCH, 30.0, 1.0)
         permute.route(lane)
+        records = torch.zeros(31, 3, dtype=torch.int64), torch.zeros(31, 3), torch.zeros(31, 2, dtype=torch.int64)
+        list_records(lane, *records)
         permute.gather(lane, x.new_zeros(31, 512), torch.tensor(False))
         combine.send_sums(lane, torch.zeros(33, 512), self.dtype, None, grads[0])
         dispatch.wait(lane, COMBINE, 30.0, 1.0)
@@ -159,7 +162,7 @@ def _int8_experts(comm: Communicator) -> None:
 @pytest.mark.parametrize(
     ("call", "beside", "least"),
     [
-        (_round, {}, 9),
+        (_round, {}, 10),
         (_collectives, {"collectives": True}, 16),
         (_channel, {"all_to_all_v": True}, 9),
         (_int8_experts, {"int8_experts": 96}, 6),
@@ -197,7 +200,7 @@ def _compiled(comm: Communicator, sizes: Sizes, folder: str) -> list[tuple[str, 
 def test_every_kernel_of_a_round_is_among_them_by_its_key(sizes: Sizes, rank: int) -> None:
     (collected,) = run_ranks(_collected, 1, sizes.configuration())
     (wanted,) = run_ranks(_wanted, 1, sizes, rank)
-    assert len(wanted) == 9 and wanted <= collected
+    assert len(wanted) == 10 and wanted <= collected
 
 
 @pytest.mark.parametrize("changed", [{"max_tokens": 25}, {"align": 2}, {"num_experts": 14}], ids=str)
@@ -219,9 +222,9 @@ def test_a_round_after_it_compiles_nothing_and_before_it_everything(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     assert f"MiB in {folder}" in done.stdout and " and 0 found there" in done.stdout
     (found,) = run_ranks(_compiled, 1, sizes, str(folder))
-    assert len(found) == 9 and all(hit for _, hit in found), found
+    assert len(found) == 10 and all(hit for _, hit in found), found
     (found,) = run_ranks(_compiled, 1, sizes, str(tmp_path / "other"))
-    assert len(found) == 9 and not any(hit for _, hit in found), found
+    assert len(found) == 10 and not any(hit for _, hit in found), found
     again = subprocess.run(
         command, env=os.environ | {"TRITON_CACHE_DIR": str(folder)}, capture_output=True, text=True, timeout=300
     )

@@ -36,6 +36,7 @@ from thinwire.triton_kernels.leg_layout import (
     Endpoint,
     Job,
 )
+from thinwire.triton_kernels.list_records import list_records
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
 from thinwire.wire import WireFormat
@@ -69,7 +70,7 @@ READERS = ("dequantize", "unpack", "sum_records", "gather", "sum_home", "recv_ro
 #: Kernels that copy exact rows, of any dtype.
 COPIERS = ("send_bytes", "recv_bytes")
 #: Kernels that move none, and do not depend on the wire or the row length.
-ROUND_CONTROL_KERNELS = ("wait_dispatch", "wait_combine", "close_round", "count", "place")
+ROUND_CONTROL_KERNELS = ("wait_dispatch", "wait_combine", "close_round", "count", "place", "list_records")
 LEG_WAITS = ("wait_first_leg", "wait_second_leg")  # of collectives
 CONTROL_KERNELS = (*ROUND_CONTROL_KERNELS, *LEG_WAITS, "checksums", "note")
 CONTROL_KERNELS += ("wait_headers", "wait_room", "wait_pieces", *COPIERS)
@@ -164,6 +165,7 @@ def _round_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...]
         "count": (permute.route, (lane,), 0),
         "place": (permute.route, (lane,), 1),
         "gather": (permute.gather, (lane, x, torch.tensor(False)), 0),
+        "list_records": (list_records, (lane, ids, ids.float(), ids[:, :2].clone()), 0),
         "send_sums": (combine.send_sums, sends, 0),
         "close_round": (dispatch.close_round, (lane,), 0),
         "wait_combine": (dispatch.wait, (lane, COMBINE, 30.0, 1.0), 0),

@@ -6,15 +6,18 @@ each other as far as the protocol lets them, and only what comes out at the end 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from tests.helpers.rounds import Tokens, arrivals, check_results, home_weight_grads, make_lanes
 from tests.helpers.wires import assert_same_bits
 from thinwire.moe.plan import ArrivalPlan
+from thinwire.moe.received import experts_of
 from thinwire.triton_kernels import combine, dispatch, permute
 from thinwire.triton_kernels.codec_reference import dequantize_reference, quantize_reference
+from thinwire.triton_kernels.launch import kept
+from thinwire.triton_kernels.list_records import lane_of_records, list_records
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, Lane
 from thinwire.triton_kernels.signal import REPORT_STATUS, RUNNING
 from verification.ptx.device import Device
@@ -30,6 +33,7 @@ class Round:
     gathered: list[torch.Tensor]
     results: list[torch.Tensor]
     home: list[torch.Tensor]
+    by_record: bool
 
 
 @dataclass
@@ -82,12 +86,14 @@ class Rounds:
         absent: tuple[int, ...] = (),
         dtype: torch.dtype = torch.bfloat16,
         counts: tuple[int, ...] | None = None,
+        by_record: bool = False,
     ) -> Round:
         """Queues a round of all ranks but those that are absent.
 
         Args:
             closing: ranks that close the round instead of sending sums.
             counts: tokens of each rank; None: other ones in each round, none among them.
+            by_record: experts get a row for each record, and weight themselves.
         """
         layout = self.lanes[0].layout
         generator = torch.Generator().manual_seed(100 * self.seed + len(self.rounds))
@@ -104,6 +110,7 @@ class Rounds:
             [torch.full((lane.index.shape[0], layout.HIDDEN), 5.0, dtype=dtype) for lane in self.lanes],
             [torch.full_like(mine.x, 7.0) for mine in tokens],
             [torch.full(mine.ids.shape, 7.0) for mine in tokens],
+            by_record,
         )
         for lane in self.lanes:
             if lane.rank not in absent:
@@ -119,12 +126,20 @@ class Rounds:
         dispatch.send_tokens(lane, mine.x, mine.ids, mine.weights, self.num_programs)
         dispatch.wait(lane, DISPATCH, self.timeout, self.grace)
         permute.route(lane)
-        permute.gather(lane, gathered, torch.tensor(False))
-        self.device.call(lambda: self._apply_experts(lane, gathered))
+        of_rows = lane
+        if round_.by_record:
+            of_rows, shape = kept(lane, lane_of_records), (len(gathered), lane.layout.TOP_K)
+            ids, weights, source = torch.full(shape, 7), torch.full(shape, 7.0), torch.full((len(gathered), 2), 7)
+            list_records(lane, ids, weights, source)
+            permute.gather(of_rows, gathered, torch.tensor(False), True)
+            self.device.call(lambda: self._apply_by_record(lane, gathered, ids, weights))
+        else:
+            permute.gather(lane, gathered, torch.tensor(False))
+            self.device.call(lambda: self._apply_experts(lane, gathered))
         if rank in round_.closing:
             dispatch.close_round(lane)
         else:
-            combine.send_sums(lane, gathered, dtype, self.num_programs, round_.weight_grads[rank] if grads else None)
+            combine.send_sums(of_rows, gathered, dtype, self.num_programs, round_.weight_grads[rank] if grads else None)
         dispatch.wait(lane, COMBINE, self.timeout, self.grace)
         combine.sum_home(lane, round_.results[rank], round_.home[rank] if grads else None)
 
@@ -132,6 +147,11 @@ class Rounds:
         """The experts' work, on the stream, in place."""
         used = int(lane.expert_offsets[-1])
         rows[:used] = self._scaled(lane, rows[:used], lane.expert_offsets, lane.expert_counts)
+
+    def _apply_by_record(self, lane: Lane, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """Each record's experts, weighted, in place; zero where there is none."""
+        scales = self.experts[lane.layout.first_expert(lane.rank) + ids.clamp(min=0)] * (ids >= 0).unsqueeze(2)
+        rows.copy_(rows.float() * (scales * weights.unsqueeze(2)).sum(1))
 
     def _scaled(self, lane: Lane, rows: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         scales = torch.zeros(rows.shape)
@@ -148,8 +168,16 @@ class Rounds:
             plans, outputs = [], []
             for lane in self.lanes:
                 slots, plan, rows = arrivals(lane, round_.tokens)
+                if round_.by_record:
+                    rows = dequantize_reference(
+                        quantize_reference(rows, lane.wire), lane.wire, rows.shape[1], rows.dtype
+                    )
+                    self._apply_by_record(lane, rows, experts_of(plan.positions, plan.expert_offsets), plan.weights)
+                    positions = torch.full_like(plan.positions, -1)
+                    positions[:, 0] = torch.arange(len(rows))
+                    plan = replace(plan, positions=positions, weights=torch.ones_like(plan.weights))
                 plans.append((slots, plan))
-                outputs.append(self._expert_out(lane, plan, rows))
+                outputs.append(rows if round_.by_record else self._expert_out(lane, plan, rows))
             check_results(self.lanes, round_.tokens, plans, outputs, round_.results, round_.closing)
             if self.lanes[0].layout.WEIGHT_GRADS:
                 expected = home_weight_grads(self.lanes, round_.tokens, round_.weight_grads, round_.closing)

@@ -30,6 +30,18 @@ def test_rounds_of_two_ranks_without_a_race(invariant: bool) -> None:
     _run(2, 0, invariant=invariant)
 
 
+def test_rounds_by_record_without_a_race() -> None:
+    """Each with fewer tokens than the one before, but for the last."""
+    device = Device(ranks=2, races=True, seed=2, warps="any order")
+    with device.patch(queued=True):
+        rounds = Rounds.of(device, 2, top_k=3, max_tokens=20, num_experts=5, seed=2)
+        for counts in ((20, 13), (2, 0), (0, 3)):
+            rounds.queue(counts=counts, by_record=True)
+        device.run_queued()
+    rounds.check()
+    assert device.launches["list_records_kernel"] == 6 and not device.races.found
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("world", "hidden", "weight_grads"),
