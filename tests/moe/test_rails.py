@@ -17,7 +17,7 @@ from tests.moe.test_gradients import _disagree, _one_layer, _records_layer
 from tests.moe.test_growth import _asked_for, _between_forward_and_backward
 from tests.moe.test_open_rounds import _abandoned, _all_leave, _experts_fail, _layers
 from tests.moe.test_refused_tokens import _all_refused, _layer_refuses, _refused
-from tests.moe.test_two_level import GATES, TWO_BY_TWO, as_on_one_level, batch
+from tests.moe.test_two_level import TWO_BY_TWO, as_on_one_level, batch
 from thinwire import ExpertParallel
 from thinwire.comm import Communicator
 from thinwire.comm.hosts import Hosts
@@ -28,10 +28,11 @@ pytest.importorskip("triton", reason="its kernels are Triton's")
 
 INTERPRETED = {"TRITON_INTERPRET": "1", "THINWIRE_BACKEND": "triton"}
 THREE_BY_TWO = ((0, 1), (2, 3), (4, 5))
+#: Hosts, and the wire of a round over them.
+ON_HOSTS = [(TWO_BY_TWO, "int8"), (TWO_BY_TWO, "none"), (TWO_BY_TWO, "int4+h64"), (THREE_BY_TWO, "fp8")]
 
 
-@pytest.mark.parametrize("wire", exhaustive_but(["int8"], [*GATES]))
-@pytest.mark.parametrize("hosts", exhaustive_but([TWO_BY_TWO], [TWO_BY_TWO, THREE_BY_TWO]), ids=str)
+@pytest.mark.parametrize(("hosts", "wire"), exhaustive_but(ON_HOSTS[:1], ON_HOSTS, several=True), ids=str)
 def test_experts_see_what_they_see_on_one_level(hosts: Hosts, wire: str) -> None:
     size = sum(map(len, hosts))
     ranks = run_ranks(as_on_one_level, size, hosts, wire, torch.bfloat16, (12, 4, 72, 6), env=INTERPRETED, timeout=500)
@@ -46,7 +47,7 @@ def test_experts_see_what_they_see_on_one_level(hosts: Hosts, wire: str) -> None
         [
             (4, _abandoned, ()), (4, _refused, ()), (2, _all_refused, ()), (2, _layer_refuses, ()), (2, _all_leave, ()),
             (4, _experts_fail, ("experts raise",)), (2, _experts_fail, ("in halves",)), (2, _layers, ()),
-            (4, _one_layer, ()), (2, _records_layer, ()), (2, _disagree, ()), (2, _asked_for, ()),
+            (2, _one_layer, ()), (2, _records_layer, ()), (2, _disagree, ()), (2, _asked_for, ()),
             (2, _between_forward_and_backward, ()),
         ],
         several=True,
