@@ -207,7 +207,8 @@ def _bytes(comm: Communicator, path: str) -> dict[str, tuple[int, int, int]]:
     with tw.trace(path):
         _backward(net, _x(comm, 4, 256))
     found = dict.fromkeys(("all_gather", "reduce_scatter"), (0, 0, 0))
-    if comm.rank:  # rank 0 may still be writing
+    comm.barrier()  # another rank may still be writing
+    if comm.rank:
         return found
     for event in json.loads(Path(path).read_text())["traceEvents"]:
         if event["name"] in found and event.get("cat") == "call" and event["pid"] == comm.rank:
