@@ -7,7 +7,7 @@ replaces CUDA's driver and records launches. So the times are all that Python an
 to 3 us a launch by published figures, and torch's CUDA allocator and torch.cuda replace stand-ins. Times are of one
 rank of several, whose peers do nothing. `Triton's` are the same calls if each launch asks Triton for the compiled
 kernel, as `kernel[grid](...)` does. Both run in turn, 0.3 ms at a time, so most samples are not interrupted on a busy
-machine.
+machine. The larger all-reduce is too large for one launch.
 
     launches        of a call
     us              median time of a call
@@ -77,13 +77,14 @@ def calls(comm: Communicator, ep: ExpertParallel) -> dict[str, Callable[[], obje
         d.gather_records(CAPACITY)
         ep.combine(rows, d, out=out, weighted=True)
 
-    part = torch.randn(ROWS, HIDDEN).bfloat16()
+    part, larger = torch.randn(ROWS, HIDDEN).bfloat16(), torch.randn(10 * ROWS, HIDDEN).bfloat16()
     options = {"wire": "int8", "comm": comm, "transport": "direct"}
     counts = [ROWS] + [0] * (RANKS - 1)
     return {
         WHOLE: whole,
         "round trip by record": by_record,
-        "all_reduce": lambda: tw.all_reduce(part, **options),
+        "all_reduce": lambda: tw.all_reduce(part, out=part, **options),
+        "all_reduce, larger": lambda: tw.all_reduce(larger, out=larger, **options),
         "reduce_scatter": lambda: tw.reduce_scatter(part, **options),
         "all_gather": lambda: tw.all_gather(part, **options),
         "all_to_all_v": lambda: tw.all_to_all_v(part, counts, counts, **options),

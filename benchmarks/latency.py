@@ -16,6 +16,8 @@ multiprocessor; PTX counts as machine code. `bytes` is how long those take that 
 (`benchmarks.speed_of_light`). `least` is the longest of path, issue and bytes, behind a launch in a graph. `most` is
 launch, path, first, and the longer of issue and bytes, one after the other, as programs that begin together do.
 
+"Round, records to experts" is one whose experts read records themselves, so that nothing is gathered.
+
 "H200 alone" is what `benchmarks.gpu_kernels` measures: eight ranks take turns on one GPU, so each has an eighth of its
 L2 cache, and all bytes move in its memory at the rate of a copy. On "8 x H100" bytes go at nominal rates, those for
 peers over NVLink, and a flag flies as well. `measured` is of the kernels of commit e0966ea, which routed in three
@@ -70,6 +72,7 @@ ROW_KERNELS = (*SENDERS, "gather_kernel", "sum_home_kernel")
 PROGRAMS = 12
 #: What `benchmarks.gpu_kernels` measured as one.
 TOGETHER = {"count_kernel": "route", "place_kernel": "route"}
+SUMMED = ("path", "first", "issue", "bytes", "least", "most")
 COLUMNS = {
     "tokens": "d",
     "machine": "s",
@@ -132,7 +135,7 @@ def meter_round(tokens: int, wire: str = "int8", few: int = PROGRAMS, l2_bytes: 
         _signal(lane, lane.layout.COMBINE_SIGNALS)
         dispatch.wait(lane, COMBINE, 1.0, 0.1)
         combine.sum_home(lane, torch.empty_like(x))
-    return [(launch, _resident(device.compiled[launch.kernel])) for launch in device.meters]
+    return [(launch, resident_programs(device.compiled[launch.kernel])) for launch in device.meters]
 
 
 def _store_planes(lane: Lane, ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -148,7 +151,7 @@ def _signal(lane: Lane, offset: int) -> None:
     lines[:] = lines[lane.rank].clone()
 
 
-def _resident(compiled: Any) -> int:
+def resident_programs(compiled: Any) -> int:
     """Programs of a kernel that the GPU holds at once."""
     warps = compiled.metadata.num_warps
     return SM_90.count * (resident_warps(registers_of(compiled), warps, compiled.metadata.shared, SM_90) // warps)
@@ -191,13 +194,15 @@ def table(tokens: int, wire: str, few: int, measured: list[dict[str, Any]], wait
             of_machine.append(line)
             for site, cycles in list(launch.path.items())[: waits if machine == "8 x H100" else 0]:
                 print(f"{tokens:5} {cycles:7.0f} {site}")
-        of_machine.append(
-            {"kernel": "round", "programs": 0, "waves": 0}
-            | {
-                name: sum(line[name] for line in of_machine)
-                for name in ("path", "first", "issue", "bytes", "least", "most")
-            }
-        )
+        rounds = {
+            "round": of_machine,
+            "round, records to experts": [line for line in of_machine if line["kernel"] != "gather_kernel"],
+        }
+        of_machine += [
+            {"kernel": kernel, "programs": 0, "waves": 0}
+            | {name: sum(line[name] for line in launched) for name in SUMMED}
+            for kernel, launched in rounds.items()
+        ]
         for line in of_machine:
             what = TOGETHER.get(line["kernel"], line["kernel"].removesuffix("_kernel"))
             known = machine == "H200 alone" and what in took

@@ -12,7 +12,7 @@ from thinwire.comm.resources.cpu_share import cpu_share
 from thinwire.comm.tensors import read_int
 from thinwire.errors import ArgumentError, ThinwireError
 from thinwire.log import follow_environment
-from thinwire.triton_kernels import arrive_scope
+from thinwire.triton_kernels import arrive_scope, collective_launches
 from thinwire.triton_kernels.cpu import BACKEND_VARIABLE, BACKENDS
 from thinwire.wire import WIRE_VARIABLE, WireFormat
 
@@ -43,6 +43,7 @@ def environment_problem() -> str | None:
         current_trace()
         auto_bytes()
         arrive_scope()
+        collective_launches()
         if (problem := name_problem()) is not None:
             raise ArgumentError(f"{problem}, in the environment")
         name = os.environ.get(BACKEND_VARIABLE)

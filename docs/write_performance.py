@@ -63,7 +63,7 @@ cores. No call can take less than either of the last two (`python -m benchmarks.
 
 def page() -> str:
     """The whole page."""
-    of_kernels = _one_gpu(), _machine_code(), _speed_of_light(), _latency()
+    of_kernels = _one_gpu(), _machine_code(), _speed_of_light(), _latency(), _small_collectives()
     rest = _codec(), _collective_accuracy(), _safety(), *of_kernels, _not_shown()
     parts = (_one_host(), _links(), _result_memory(), *rest)
     return "\n".join((_HEAD, *parts))
@@ -394,6 +394,31 @@ def _speed_of_light() -> str:
     )
 
 
+def _small_collectives() -> str:
+    found = json.loads((RESULTS.parent / "small_collectives.json").read_text())
+    rows = [
+        [line["op"], str(line["KiB"]), str(line["launches"])]
+        + [f"{line[key]:,.1f}" for key in ("least of several", "most of several", "least of one", "most of one")]
+        + [f"{line['ratio']:.2f}"]
+        for line in found["figures"]
+    ]
+    header = ["call", "KiB", "launches", "least", "most", "least in one", "most in one", "ratio"]
+    return "\n".join(
+        [
+            "## Small collectives\n",
+            _wrapped(
+                "**Reckoned, not measured**, as above, for 8 x H100 SXM in int8: the launches of a collective, one "
+                "after the other in a graph, and the one launch that little data takes instead, in us. KiB are of the "
+                "whole tensor in bfloat16. Where the host launches each, it saves more: see "
+                "[what launches cost it](benchmarks.md#what-launches-cost-the-host)."
+            ),
+            _table(header, rows),
+            f"*Source: `{found['command']}`: "
+            "[small_collectives.json](../benchmarks/results/small_collectives.json).*\n",
+        ]
+    )
+
+
 def _latency() -> str:
     found = json.loads((RESULTS.parent / "latency.json").read_text())
     figures = found["figures"]
@@ -404,6 +429,7 @@ def _latency() -> str:
             "instruction's latency after the operands. `path` is the longest program's way through a kernel, `bytes` "
             "how long those take that must move, in us. `least` is a launch and the longest of its times; `most` adds "
             "up what programs that begin together do not overlap. int8, 7168 elements, 8 of 256 experts, rank 0 of 8. "
+            '"Records to experts" is for experts that read records themselves, as `tw.Int8Experts` does: no gather. '
             "The first table is what one H200 measured, with older kernels; the second is on NVLink, which nothing has "
             "run on. `python -m benchmarks.latency --help` says what is left out."
         ),
@@ -412,7 +438,7 @@ def _latency() -> str:
         lines = [figure for figure in figures if figure["machine"] == machine]
         beside = machine == "H200 alone"
         rows = [
-            [str(line["tokens"]), f"`{line['kernel']}`" if line["kernel"] != "round" else "round"]
+            [str(line["tokens"]), line["kernel"] if line["kernel"].startswith("round") else f"`{line['kernel']}`"]
             + [f"{line[key]:,.1f}" for key in ("path", "bytes", "least", "most")]
             + [line["measured"] or "-"] * beside
             for line in lines

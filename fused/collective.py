@@ -28,6 +28,7 @@ from thinwire.fused.partition import describe_signature, signature_of
 from thinwire.fused.prepared import flat, in_memory
 from thinwire.fused.staged_collective import CollectiveCall, StagedCollectives
 from thinwire.fused.transport import open_direct, uses_triton
+from thinwire.triton_kernels.launch import kept
 from thinwire.triton_kernels.leg_layout import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -50,6 +51,7 @@ from thinwire.triton_kernels.signal import (
     SIGNAL_LINE_BYTES,
     TIMED_OUT,
 )
+from thinwire.triton_kernels.small_collective import in_one_launch, programs_at_once
 from thinwire.wire import WireFormat
 
 KEY = "collectives"  # under which a communicator keeps them
@@ -231,15 +233,16 @@ class DirectCollectives(LegTransport):
         self.require_usable()
         if not hasattr(self._kernels, "whole"):  # numba's take tensors of any shape
             x, out = x.detach().view(-1), out.detach().view(-1)
+        at_once = kept(self._end, programs_at_once, job) if self.on_gpu else 0
         if self.on_gpu:
             if self.capturing:
                 self._captured[id(job)] = job
-            self._load_kernels(job, x, out)
+            self._load_kernels(job, x, out, at_once)
             self.take_turn()
         self._under_way = True  # to the end: what an exception from outside cuts off ends the communicator, see `close`
         try:
             for chunk in range(job.num_chunks):
-                self._launch(self._end, job, x, out, chunk)
+                self._launch(self._end, job, x, out, chunk, at_once)
                 if not self.on_gpu and self._words[REPORT_STATUS] != RUNNING:
                     self.raise_findings()
         except ThinwireError:
@@ -247,20 +250,19 @@ class DirectCollectives(LegTransport):
             raise
         self._under_way = False
 
-    def _launch(self, lane: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int) -> None:
+    def _launch(self, lane: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int, at_once: int) -> None:
         kernels, times, done = self._kernels, (self.wait_seconds(), self.grace), 0
         whole = getattr(kernels, "whole", None)  # numba's have it
+        if at_once:
+            self._phase("in one launch")
+            return in_one_launch(lane, job, x, out, *times, at_once)
         if whole is not None and self._recorder.track is None:  # a trace wants phases
             done = whole(lane, job, x, out, chunk)
             if done == DONE:
                 return
         self._phase("quantise and store")
-        if done:
-            pass
-        elif job.op == ALL_GATHER:
-            kernels.send_to_all(lane, job, x, chunk)
-        else:
-            kernels.scatter(lane, job, x, chunk)
+        if not done:
+            kernels.send(lane, job, x, chunk)
         if job.op != ALL_GATHER and done != TAKEN:
             self._phase("wait for peers, and sum")
             kernels.reduce(lane, job, None if job.op == ALL_REDUCE else out, chunk, *times)
@@ -270,12 +272,12 @@ class DirectCollectives(LegTransport):
             self._phase("wait for peers, and unpack")
             kernels.gather_recv(lane, job, out, chunk, *times)
 
-    def _load_kernels(self, job: Job, x: torch.Tensor, out: torch.Tensor) -> None:
+    def _load_kernels(self, job: Job, x: torch.Tensor, out: torch.Tensor, at_once: int) -> None:
         def launch() -> None:
             # Poisoned memory gives NaN, so that rows would be written; of none nothing is.
-            self._launch(self._idle, replace(job, most_rows=0), x, out.new_empty(16), 0)
+            self._launch(self._idle, replace(job, most_rows=0), x, out.new_empty(16), 0, at_once)
 
-        self.load_kernels((job.op, job.row, job.wire, job.gather_wire, job.dtype, job.out_dtype), launch)
+        self.load_kernels((job.op, job.row, job.wire, job.gather_wire, job.dtype, job.out_dtype, at_once > 0), launch)
 
     def raise_findings(self) -> None:
         """On the CPU the host looks after each wait: all ranks have found a mismatch in one leg, and may go on."""

@@ -10,6 +10,9 @@ from thinwire.errors import ArgumentError
 #: Environment variable: at which scope a launch's programs see each other's stores behind the last of them to arrive.
 SCOPE_VARIABLE = "THINWIRE_ARRIVE_SCOPE"
 SCOPES = ("gpu", "sys")
+#: Environment variable: whether collectives of little data are one launch on an NVIDIA GPU.
+LAUNCHES_VARIABLE = "THINWIRE_COLLECTIVE_LAUNCHES"
+LAUNCHES = ("one", "several")
 
 
 def arrive_scope() -> str:
@@ -18,7 +21,16 @@ def arrive_scope() -> str:
     Raises:
         ArgumentError: it is another.
     """
-    scope = os.environ.get(SCOPE_VARIABLE) or SCOPES[0]
-    if scope not in SCOPES:
-        raise ArgumentError(f"{SCOPE_VARIABLE} is {scope[:40]!r} in the environment; accepted: {', '.join(SCOPES)}")
-    return scope
+    return _chosen(SCOPE_VARIABLE, SCOPES)
+
+
+def collective_launches() -> str:
+    """What THINWIRE_COLLECTIVE_LAUNCHES says, or "one"; raises likewise."""
+    return _chosen(LAUNCHES_VARIABLE, LAUNCHES)
+
+
+def _chosen(variable: str, accepted: tuple[str, ...]) -> str:
+    value = os.environ.get(variable) or accepted[0]
+    if value not in accepted:
+        raise ArgumentError(f"{variable} is {value[:40]!r} in the environment; accepted: {', '.join(accepted)}")
+    return value

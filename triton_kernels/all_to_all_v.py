@@ -158,7 +158,7 @@ def wait_kernel(
             more = tl.load(table_ptr + RECV_PIECES * world + peers, mask=known, other=0) > number
             received = tl.load(counters_ptr + RECEIVED * world + peers, mask=known, other=0)
             targets = (received + tl.where(more, 1, 0)).to(tl.int32)
-        late = wait_for_all(base, rank, lines, targets, timeout_ns, LEGS, LAUNCH)
+        late, _ = wait_for_all(base, rank, lines, targets, timeout_ns, LEGS, LAUNCH)
         if late > 0:
             give_up(base, buffer_ptrs, report_ptr, rank, lines, targets, epoch, grace_ns, phase, LEGS, LAUNCH)
             poison(control_ptr, report_ptr, LEGS.TIMED_OUT, epoch, phase, LEGS, LAUNCH)

@@ -2,19 +2,18 @@
 
 Memory is that of `thinwire.triton_kernels.leg_layout`. An all-reduce of one chunk is five launches::
 
-    scatter      row i of part p -> the owner of p, as a record           flags of a leg
+    send         row i of part p -> the owner of p, as a record           flags of a leg
     reduce       wait; then sum over ranks of the dequantised rows of
                  my part, encoded once -> every rank                      flags of the next leg
     gather_recv  wait; then out[part p][row i] = dequantise(record from p)
 
-A reduce-scatter is `scatter` and a `reduce` that rounds its sums into a tensor; an all-gather is `send_to_all`, which
-encodes each own row once and stores it at every rank, and `gather_recv`. A wait is a kernel of one warp, so that the
+A reduce-scatter is `send` and a `reduce` that rounds its sums into a tensor; an all-gather is a `send` that encodes
+each own row once and stores it at every rank, and `gather_recv`. A wait is a kernel of one warp, so that the
 registers of what follows are free for others until it can run.
 
 Sums are explicit float32 loops from +0.0 in ascending rank, so they do not depend on timing, grid or backend; and as an
-owner's sums are encoded once, all ranks decode the same bytes and hold the same bits after an all-reduce.
-
-Parts may begin at any element.
+owner's sums are encoded once, all ranks decode the same bytes and hold the same bits after an all-reduce. Parts may
+begin at any element.
 """
 
 from __future__ import annotations
@@ -23,195 +22,100 @@ from typing import Any
 
 import torch
 
-from thinwire.triton_kernels.codec import fill_row
-from thinwire.triton_kernels.collective_rows import (
-    first_peer,
-    length_and_start,
-    record_offset,
-    recv_row,
-    recv_sum,
-    row_and_part,
-    send_row,
-    send_sum,
-)
+from thinwire.triton_kernels.collective_rows import recv_rows, reduce_rows, send_rows
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.launch import Launcher, kept, launcher_of
-from thinwire.triton_kernels.leg_layout import (
-    ALL_GATHER,
-    FIRST_LEG,
-    SECOND_LEG,
-    SIGNATURE_WORDS,
-    Endpoint,
-    Job,
-)
-from thinwire.triton_kernels.legs import header_line, publish_header, wait_leg
+from thinwire.triton_kernels.leg_layout import ALL_GATHER, FIRST_LEG, SECOND_LEG, SIGNATURE_WORDS, Endpoint, Job
+from thinwire.triton_kernels.legs import wait_leg
 from thinwire.triton_kernels.record import RecordLayout
-from thinwire.triton_kernels.rows import row_length
-from thinwire.triton_kernels.signal import arrive, num_programs_for, publish, register_limit
+from thinwire.triton_kernels.signal import num_programs_for, register_limit
 from thinwire.triton_kernels.sums import sum_warps
 from thinwire.wire import WireFormat
 
 # What the launch knows and the kernel must not be compiled for.
-_SIGNATURE = tuple(f"signature_{word}" for word in range(SIGNATURE_WORDS))
-_DYNAMIC = ["rank", "chunk", "rows", *_SIGNATURE, "timeout_ns", "grace_ns"]
-_ROWS = ["x_ptr", "out_ptr"]  # where they begin is looked at row by row
+SIGNATURE = tuple(f"signature_{word}" for word in range(SIGNATURE_WORDS))
+DYNAMIC = ["rank", "chunk", "rows", *SIGNATURE, "timeout_ns", "grace_ns"]
+ROWS = ["x_ptr", "out_ptr"]  # where they begin is looked at row by row
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Kernels, of any number of programs but for the one that waits. `rows` is how many the longest part has in the chunk.
 
 
-@triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_ROWS)
+@triton.jit(do_not_specialize=DYNAMIC, do_not_specialize_on_alignment=ROWS)
 def send_kernel(
-    x_ptr,
-    parts_ptr,
-    chunk,
-    rows,
-    signature_0: tl.int64,
-    signature_1: tl.int64,
-    signature_2: tl.int64,
-    signature_3: tl.int64,
-    buffer_ptrs,
-    control_ptr,
-    rank,
-    TO_ALL: tl.constexpr,
-    ROWS_PER_CHUNK: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    LEGS: tl.constexpr,
-    LAUNCH: tl.constexpr,
-):
-    """Rows of every part to its owner, or TO_ALL those of the own part to everyone; then the leg's header.
-
-    The whole tensor begins at `x_ptr`, or the own part.
-    """
-    world: tl.constexpr = LEGS.WORLD
+    x_ptr, parts_ptr, chunk, rows, signature_0: tl.int64, signature_1: tl.int64, signature_2: tl.int64,
+    signature_3: tl.int64, buffer_ptrs, control_ptr, rank, TO_ALL: tl.constexpr, ROWS_PER_CHUNK: tl.constexpr,
+    LAYOUT: tl.constexpr, LEGS: tl.constexpr, LAUNCH: tl.constexpr,
+):  # fmt: skip
+    """See `send_rows`."""
     signature = (signature_0, signature_1, signature_2, signature_3)
     if tl.load(control_ptr + LEGS.STATUS) == LEGS.RUNNING:
         leg = tl.load(control_ptr + LEGS.EPOCH) + 1
         first = chunk.to(tl.int64) * ROWS_PER_CHUNK
-        item = tl.program_id(0)
-        while item < rows * (1 if TO_ALL else world):
-            if TO_ALL:
-                row, part = item, rank
-            else:
-                row, part = row_and_part(item, rank, world)
-            length, start = length_and_start(parts_ptr, part, first + row, world, LAYOUT.HIDDEN)
-            if length > 0:
-                offset = record_offset(leg, rank, row, LEGS, LAYOUT)
-                peers: tl.constexpr = world if TO_ALL else 1
-                if TO_ALL:
-                    x_row, peer = x_ptr + (first + row) * LAYOUT.HIDDEN, first_peer(row, rank, world)
-                else:
-                    x_row, peer = x_ptr + start, part
-                send_row(x_row, length, buffer_ptrs, peer, offset, peers, world, LAYOUT)
-            item += tl.num_programs(0)
-        if arrive(control_ptr, LEGS, LAUNCH):
-            tl.store(control_ptr + LEGS.EPOCH, leg)
-            publish_header(buffer_ptrs, rank, leg, signature, LEGS, LAUNCH)
+        send_rows(
+            x_ptr, parts_ptr, first, rows, leg, signature, buffer_ptrs, control_ptr, rank, TO_ALL, LAYOUT, LEGS, LAUNCH
+        )
 
 
-@triton.jit(do_not_specialize=_DYNAMIC)
+@triton.jit(do_not_specialize=DYNAMIC)
 def wait_kernel(
-    signature_0: tl.int64,
-    signature_1: tl.int64,
-    signature_2: tl.int64,
-    signature_3: tl.int64,
-    buffer_ptrs,
-    control_ptr,
-    report_ptr,
-    rank,
-    timeout_ns: tl.int64,
-    grace_ns: tl.int64,
-    LEG: tl.constexpr,
-    LEGS: tl.constexpr,
-    LAUNCH: tl.constexpr,
-):
+    signature_0: tl.int64, signature_1: tl.int64, signature_2: tl.int64, signature_3: tl.int64,
+    buffer_ptrs, control_ptr, report_ptr, rank, timeout_ns: tl.int64, grace_ns: tl.int64,
+    LEG: tl.constexpr, LEGS: tl.constexpr, LAUNCH: tl.constexpr,
+):  # fmt: skip
     """Until every rank has signalled a leg, or the memory is poisoned. One program of one warp."""
     signature = (signature_0, signature_1, signature_2, signature_3)
-    wait_leg(buffer_ptrs, control_ptr, report_ptr, rank, signature, timeout_ns, grace_ns, LEG, LEGS, LAUNCH)
-
-
-@triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_ROWS)
-def reduce_kernel(
-    out_ptr,
-    parts_ptr,
-    chunk,
-    rows,
-    buffer_ptr,
-    buffer_ptrs,
-    control_ptr,
-    rank,
-    ROWS_PER_CHUNK: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    GATHER: tl.constexpr,
-    LEGS: tl.constexpr,
-    LAUNCH: tl.constexpr,
-):
-    """Sums of the own part's rows into the tensor at `out_ptr`.
-
-    Or, where there is a GATHER, as such records to everyone in the next leg, and then its flag.
-    """
-    world: tl.constexpr = LEGS.WORLD
-    running = tl.load(control_ptr + LEGS.STATUS) == LEGS.RUNNING
-    if True if GATHER is None else running:  # poisoned memory sends nothing, and gives NaN
+    if tl.load(control_ptr + LEGS.STATUS) == LEGS.RUNNING:
         leg = tl.load(control_ptr + LEGS.EPOCH)
-        first = chunk.to(tl.int64) * ROWS_PER_CHUNK
-        row = tl.program_id(0)
-        while row < rows:
-            left, _ = length_and_start(parts_ptr, rank, first + row, world, LAYOUT.HIDDEN)
-            if left > 0:
-                record = buffer_ptr + record_offset(leg, 0, row, LEGS, LAYOUT)
-                if GATHER is None:
-                    length = row_length(left, LAYOUT)
-                    if running:
-                        recv_sum(record, out_ptr + (first + row) * LAYOUT.HIDDEN, length, LEGS, LAYOUT)
-                    else:
-                        fill_row(out_ptr + (first + row) * LAYOUT.HIDDEN, length, float("nan"), LAYOUT)
-                else:
-                    offset = record_offset(leg + 1, rank, row, LEGS, GATHER)
-                    send_sum(record, buffer_ptrs, first_peer(row, rank, world), offset, LEGS, LAYOUT, GATHER)
-            row += tl.num_programs(0)
-        if GATHER is not None:
-            if arrive(control_ptr, LEGS, LAUNCH):
-                tl.store(control_ptr + LEGS.EPOCH, leg + 1)
-                line = header_line(leg + 1, rank, LEGS)
-                publish(buffer_ptrs, line, LEGS.HEADERS, leg + 1, LEGS, LAUNCH)
+        wait_leg(
+            buffer_ptrs, control_ptr, report_ptr, rank, leg, signature, timeout_ns, grace_ns, LEG, False, LEGS, LAUNCH
+        )
 
 
-@triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_ROWS)
-def gather_recv_kernel(
-    out_ptr,
-    parts_ptr,
-    chunk,
-    rows,
-    buffer_ptr,
-    control_ptr,
-    rank,
-    ROWS_PER_CHUNK: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    LEGS: tl.constexpr,
-):
-    """Rows of all parts, as they came in the last leg, into the tensor at `out_ptr`."""
-    world: tl.constexpr = LEGS.WORLD
+@triton.jit(do_not_specialize=DYNAMIC, do_not_specialize_on_alignment=ROWS)
+def reduce_kernel(
+    out_ptr, parts_ptr, chunk, rows, buffer_ptr, buffer_ptrs, control_ptr, rank, ROWS_PER_CHUNK: tl.constexpr,
+    LAYOUT: tl.constexpr, GATHER: tl.constexpr, LEGS: tl.constexpr, LAUNCH: tl.constexpr,
+):  # fmt: skip
+    """See `reduce_rows`."""
     running = tl.load(control_ptr + LEGS.STATUS) == LEGS.RUNNING
     leg = tl.load(control_ptr + LEGS.EPOCH)
     first = chunk.to(tl.int64) * ROWS_PER_CHUNK
-    item = tl.program_id(0)
-    while item < rows * world:
-        row, part = row_and_part(item, rank, world)
-        length, start = length_and_start(parts_ptr, part, first + row, world, LAYOUT.HIDDEN)
-        if length > 0:
-            address = buffer_ptr.to(tl.int64) + record_offset(leg, part, row, LEGS, LAYOUT)
-            recv_row(address, out_ptr + start, row_length(length, LAYOUT), running, LAYOUT)
-        item += tl.num_programs(0)
+    reduce_rows(
+        out_ptr, parts_ptr, first, rows, leg, running, buffer_ptr, buffer_ptrs, control_ptr, rank,
+        LAYOUT, GATHER, LEGS, LAUNCH,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=DYNAMIC, do_not_specialize_on_alignment=ROWS)
+def gather_recv_kernel(
+    out_ptr, parts_ptr, chunk, rows, buffer_ptr, control_ptr, rank, ROWS_PER_CHUNK: tl.constexpr,
+    LAYOUT: tl.constexpr, LEGS: tl.constexpr,
+):  # fmt: skip
+    """See `recv_rows`, of the last leg."""
+    running = tl.load(control_ptr + LEGS.STATUS) == LEGS.RUNNING
+    leg = tl.load(control_ptr + LEGS.EPOCH)
+    first = chunk.to(tl.int64) * ROWS_PER_CHUNK
+    recv_rows(out_ptr, parts_ptr, first, rows, leg, running, buffer_ptr, rank, LAYOUT, LEGS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Launchers
 
 
-def _send(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, to_all: bool, num_programs: int | None) -> None:
-    rows = job.rows_in_chunk(chunk)
+def send(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
+    """Sends a leg: a chunk of rows of every part, quantised into the memory of the part's owner.
+
+    Of an ALL_GATHER: a chunk of this rank's own rows, each encoded once and stored at every rank.
+
+    Args:
+        end: of the memory, whose last leg is over on this rank's stream. In poisoned memory nothing is done.
+        x: [elements] of `job.dtype`, contiguous: the whole tensor, or of an ALL_GATHER the own part.
+        chunk: rows `chunk * job.rows_per_chunk` and so on of each part; the first is 0.
+        num_programs: programs of the launch; None means enough to fill the GPU.
+    """
+    rows, to_all = job.rows_in_chunk(chunk), job.op == ALL_GATHER
     programs = num_programs_for(rows * (1 if to_all else end.layout.WORLD), x.device, num_programs)
     wire = job.gather_wire if to_all else job.wire
     launch = kept(end, _sending, to_all, wire, job.row, job.dtype, job.rows_per_chunk)
@@ -224,33 +128,9 @@ def _sending(
     layout = RecordLayout.of(wire, row, dtype)
     return launcher_of(
         end, send_kernel, {"LAYOUT": layout, "TO_ALL": to_all, "ROWS_PER_CHUNK": rows_per_chunk},
-        ("x_ptr", "parts_ptr"), (), ("chunk", "rows", *_SIGNATURE),
+        ("x_ptr", "parts_ptr"), (), ("chunk", "rows", *SIGNATURE),
         num_warps=layout.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def scatter(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
-    """Sends a leg: a chunk of rows of every part, quantised into the memory of the part's owner.
-
-    Args:
-        end: of the memory, whose last leg is over on this rank's stream. In poisoned memory nothing is done.
-        job: of op ALL_REDUCE or REDUCE_SCATTER.
-        x: [elements] of `job.dtype`, contiguous, the whole tensor.
-        chunk: rows `chunk * job.rows_per_chunk` and so on of each part; the first is 0.
-        num_programs: programs of the launch; None means enough to fill the GPU.
-    """
-    _send(end, job, x, chunk, False, num_programs)
-
-
-def send_to_all(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
-    """Sends a leg: a chunk of this rank's own rows, each encoded once and stored at every rank.
-
-    Args:
-        end, chunk, num_programs: see `scatter`.
-        job: of op ALL_GATHER.
-        x: [elements of the own part] of `job.dtype`, contiguous.
-    """
-    _send(end, job, x, chunk, True, num_programs)
 
 
 def _wait(end: Endpoint, job: Job, leg: int, timeout: float, grace: float) -> None:
@@ -259,22 +139,17 @@ def _wait(end: Endpoint, job: Job, leg: int, timeout: float, grace: float) -> No
 
 def _waiting(end: Endpoint, leg: int, timeout: float, grace: float) -> Launcher:
     times = {"timeout_ns": int(timeout * 1e9), "grace_ns": int(grace * 1e9)}
-    return launcher_of(end, wait_kernel, {**times, "LEG": leg}, counts=_SIGNATURE, num_warps=1)
+    return launcher_of(end, wait_kernel, {**times, "LEG": leg}, counts=SIGNATURE, num_warps=1)
 
 
 def reduce(
-    end: Endpoint,
-    job: Job,
-    out: torch.Tensor | None,
-    chunk: int,
-    timeout: float,
-    grace: float,
+    end: Endpoint, job: Job, out: torch.Tensor | None, chunk: int, timeout: float, grace: float,
     num_programs: int | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Waits for everyone's rows of a chunk of the own part and sums them over all ranks, in float32.
 
     Args:
-        end, chunk: see `scatter`, which sent the leg.
+        end, chunk: see `send`, which sent the leg.
         job: of op REDUCE_SCATTER where `out` is a tensor, ALL_REDUCE where it is None.
         out: [elements of the own part] of `job.out_dtype`, or else `job.dtype`, contiguous: sums rounded once,
             saturating at the largest finite value unless `job.wire` is `none`; NaN in poisoned memory. None: each row
@@ -298,6 +173,18 @@ def reduce(
 def _reducing(
     end: Endpoint, wire: WireFormat, gather_wire: WireFormat | None, row: int, dtype: torch.dtype, rows_per_chunk: int
 ) -> Launcher:
+    layout, gathered, num_warps = sum_layouts(wire, gather_wire, row, dtype)
+    return _receiving(end, reduce_kernel, rows_per_chunk, num_warps, LAYOUT=layout, GATHER=gathered)
+
+
+def sum_layouts(
+    wire: WireFormat, gather_wire: WireFormat | None, row: int, dtype: torch.dtype
+) -> tuple[RecordLayout, RecordLayout | None, int]:
+    """Of the summands' records and of those of the sums, if they are gathered; and warps of a program that sums.
+
+    Raises:
+        ValueError: see `reduce`.
+    """
     layout, gathered = RecordLayout.of(wire, row, dtype), None
     num_warps = sum_warps(wire, layout)
     if gather_wire is not None:
@@ -308,7 +195,7 @@ def _reducing(
                 f"rows of {row} elements, of which {wire} makes {layout.GROUP * layout.TILE_GROUPS} and {gather_wire} "
                 f"{gathered.GROUP * gathered.TILE_GROUPS}; expected rows of at least a group of either"
             )
-    return _receiving(end, reduce_kernel, rows_per_chunk, num_warps, LAYOUT=layout, GATHER=gathered)
+    return layout, gathered, num_warps
 
 
 def _receiving(end: Endpoint, kernel: Any, rows_per_chunk: int, num_warps: int, **constants: Any) -> Launcher:
@@ -319,19 +206,14 @@ def _receiving(end: Endpoint, kernel: Any, rows_per_chunk: int, num_warps: int, 
 
 
 def gather_recv(
-    end: Endpoint,
-    job: Job,
-    out: torch.Tensor,
-    chunk: int,
-    timeout: float,
-    grace: float,
+    end: Endpoint, job: Job, out: torch.Tensor, chunk: int, timeout: float, grace: float,
     num_programs: int | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Waits for everyone's gathered rows of a chunk and decodes those of all parts.
 
     Args:
         end, chunk, timeout, grace, num_programs: see `reduce`.
-        job: of op ALL_REDUCE, after `reduce`; or ALL_GATHER, after `send_to_all`.
+        job: of op ALL_REDUCE, after `reduce`; or ALL_GATHER, after `send`.
         out: [elements] of `job.dtype`, contiguous, the whole tensor. NaN in poisoned memory.
     """
     rows = job.rows_in_chunk(chunk)

@@ -18,10 +18,11 @@ from thinwire.triton_kernels.codec import (
 )
 from thinwire.triton_kernels.compat import tl, triton
 from thinwire.triton_kernels.floats import LARGEST_FLOAT32, rounded, widened
-from thinwire.triton_kernels.legs import half_offset
+from thinwire.triton_kernels.legs import half_offset, header_line, publish_header
 from thinwire.triton_kernels.put import base_of, put, record_at
 from thinwire.triton_kernels.record import NONE
 from thinwire.triton_kernels.rows import in_blocks, in_order, load_row_tile, row_length, store_row_tile, tile_columns
+from thinwire.triton_kernels.signal import arrive, publish
 
 
 @triton.jit
@@ -181,3 +182,87 @@ def recv_row(address, out_row, length, running, LAYOUT: tl.constexpr):
             store_row_tile(out_row, elements, length, tile, LAYOUT)
     else:
         fill_row(out_row, length, float("nan"), LAYOUT)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All rows of a leg, by any number of programs. `rows` is how many the longest part has from `first` on.
+
+
+@triton.jit
+def send_rows(
+    x_ptr, parts_ptr, first, rows, leg, signature, buffer_ptrs, control_ptr, rank,
+    TO_ALL: tl.constexpr, LAYOUT: tl.constexpr, LEGS: tl.constexpr, LAUNCH: tl.constexpr,
+):  # fmt: skip
+    """Rows of every part to its owner, or TO_ALL those of the own part to everyone; then the leg's header.
+
+    The whole tensor begins at `x_ptr`, or the own part.
+    """
+    world: tl.constexpr = LEGS.WORLD
+    item = tl.program_id(0)
+    while item < rows * (1 if TO_ALL else world):
+        if TO_ALL:
+            row, part = item, rank
+        else:
+            row, part = row_and_part(item, rank, world)
+        length, start = length_and_start(parts_ptr, part, first + row, world, LAYOUT.HIDDEN)
+        if length > 0:
+            offset = record_offset(leg, rank, row, LEGS, LAYOUT)
+            peers: tl.constexpr = world if TO_ALL else 1
+            if TO_ALL:
+                x_row, peer = x_ptr + (first + row) * LAYOUT.HIDDEN, first_peer(row, rank, world)
+            else:
+                x_row, peer = x_ptr + start, part
+            send_row(x_row, length, buffer_ptrs, peer, offset, peers, world, LAYOUT)
+        item += tl.num_programs(0)
+    if arrive(control_ptr, LEGS, LAUNCH):
+        tl.store(control_ptr + LEGS.EPOCH, leg)
+        publish_header(buffer_ptrs, rank, leg, signature, LEGS, LAUNCH)
+
+
+@triton.jit
+def reduce_rows(
+    out_ptr, parts_ptr, first, rows, leg, running, buffer_ptr, buffer_ptrs, control_ptr, rank,
+    LAYOUT: tl.constexpr, GATHER: tl.constexpr, LEGS: tl.constexpr, LAUNCH: tl.constexpr,
+):  # fmt: skip
+    """Sums of the own part's rows into the tensor at `out_ptr`.
+
+    Or, where there is a GATHER, as such records to everyone in the next leg, and then its flag.
+    """
+    world: tl.constexpr = LEGS.WORLD
+    if True if GATHER is None else running:  # poisoned memory sends nothing, and gives NaN
+        row = tl.program_id(0)
+        while row < rows:
+            left, _ = length_and_start(parts_ptr, rank, first + row, world, LAYOUT.HIDDEN)
+            if left > 0:
+                record = buffer_ptr + record_offset(leg, 0, row, LEGS, LAYOUT)
+                if GATHER is None:
+                    length = row_length(left, LAYOUT)
+                    if running:
+                        recv_sum(record, out_ptr + (first + row) * LAYOUT.HIDDEN, length, LEGS, LAYOUT)
+                    else:
+                        fill_row(out_ptr + (first + row) * LAYOUT.HIDDEN, length, float("nan"), LAYOUT)
+                else:
+                    offset = record_offset(leg + 1, rank, row, LEGS, GATHER)
+                    send_sum(record, buffer_ptrs, first_peer(row, rank, world), offset, LEGS, LAYOUT, GATHER)
+            row += tl.num_programs(0)
+        if GATHER is not None:
+            if arrive(control_ptr, LEGS, LAUNCH):
+                tl.store(control_ptr + LEGS.EPOCH, leg + 1)
+                line = header_line(leg + 1, rank, LEGS)
+                publish(buffer_ptrs, line, LEGS.HEADERS, leg + 1, LEGS, LAUNCH)
+
+
+@triton.jit
+def recv_rows(
+    out_ptr, parts_ptr, first, rows, leg, running, buffer_ptr, rank, LAYOUT: tl.constexpr, LEGS: tl.constexpr
+):
+    """The gathered rows of all parts into the tensor at `out_ptr`."""
+    world: tl.constexpr = LEGS.WORLD
+    item = tl.program_id(0)
+    while item < rows * world:
+        row, part = row_and_part(item, rank, world)
+        length, start = length_and_start(parts_ptr, part, first + row, world, LAYOUT.HIDDEN)
+        if length > 0:
+            address = buffer_ptr.to(tl.int64) + record_offset(leg, part, row, LEGS, LAYOUT)
+            recv_row(address, out_ptr + start, row_length(length, LAYOUT), running, LAYOUT)
+        item += tl.num_programs(0)

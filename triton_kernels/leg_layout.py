@@ -68,6 +68,8 @@ class LegLayout(SignalLayout):
     HEADER_PIECES: int = HEADER_PIECES
     HEADER_COUNT: int = HEADER_COUNT
     HEADER_SIGNATURE: int = HEADER_SIGNATURE
+    FIRST_LEG: int = FIRST_LEG
+    SECOND_LEG: int = SECOND_LEG
 
     __hash__ = SignalLayout.__hash__
 

@@ -7,17 +7,18 @@ program of the kernel that sends it, so that CUDA graphs of a call can be replay
 from __future__ import annotations
 
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.leg_layout import FIRST_LEG, SIGNATURE_WORDS
+from thinwire.triton_kernels.leg_layout import SIGNATURE_WORDS
 from thinwire.triton_kernels.put import base_of
 from thinwire.triton_kernels.signal import (
     poison,
     publish,
     signal_words,
     store_signal_number,
+    wait_beside,
     wait_or_give_up,
 )
 
-_FIRST_LEG, _SIGNATURE_WORDS = tl.constexpr(FIRST_LEG), tl.constexpr(SIGNATURE_WORDS)
+_SIGNATURE_WORDS = tl.constexpr(SIGNATURE_WORDS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -101,26 +102,31 @@ def differing_signatures(headers, signature, LEGS: tl.constexpr, LAUNCH: tl.cons
 
 @triton.jit
 def wait_leg(
-    buffer_ptrs, control_ptr, report_ptr, rank, signature, timeout_ns, grace_ns,
-    LEG: tl.constexpr, LEGS: tl.constexpr, LAUNCH: tl.constexpr,
+    buffer_ptrs, control_ptr, report_ptr, rank, leg, signature, timeout_ns, grace_ns,
+    LEG: tl.constexpr, TOGETHER: tl.constexpr, LEGS: tl.constexpr, LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """Until every rank has signalled the leg that this one has, or it is given up; in poisoned memory not at all.
+    """Until every rank has signalled a leg, or it is given up. Returns whether the memory is of use still.
 
-    After the first leg of a chunk it compares what the ranks are doing. One program of one warp.
+    After the first leg of a chunk it compares what the ranks are doing. For one program of one warp; or, TOGETHER, for
+    all programs of a launch, which wait for the same flags, and of which the first gives up for all.
     """
-    if tl.load(control_ptr + LEGS.STATUS) == LEGS.RUNNING:
-        base, leg = base_of(buffer_ptrs, rank), tl.load(control_ptr + LEGS.EPOCH)
-        lines = header_lines(leg, LEGS)
+    base, lines = base_of(buffer_ptrs, rank), header_lines(leg, LEGS)
+    is_first = tl.program_id(0) == 0
+    status = tl.full((), LEGS.RUNNING, tl.int32)
+    if is_first:
         status = wait_or_give_up(
             base, buffer_ptrs, report_ptr, rank, lines, leg, leg, timeout_ns, grace_ns, LEG, LEGS, LAUNCH
         )
-        if LEG == _FIRST_LEG:
-            if status == LEGS.RUNNING:
-                headers = load_headers(base, lines, LEGS, LAUNCH)
-                wrong = differing_signatures(headers, signature, LEGS, LAUNCH)
-                if tl.sum(wrong) > 0:
-                    peers = tl.arange(0, LAUNCH.BLOCK)
-                    tl.store(report_ptr + LEGS.REPORT_PEERS + peers, wrong, mask=peers < LEGS.WORLD)
-                    status = status * 0 + LEGS.MISMATCHED
+    elif TOGETHER:
+        status = wait_beside(base, control_ptr, lines, leg, LEGS, LAUNCH)
+    if LEG == LEGS.FIRST_LEG:
+        if status == LEGS.RUNNING:
+            wrong = differing_signatures(load_headers(base, lines, LEGS, LAUNCH), signature, LEGS, LAUNCH)
+            if tl.sum(wrong) > 0:
+                peers = tl.arange(0, LAUNCH.BLOCK)
+                tl.store(report_ptr + LEGS.REPORT_PEERS + peers, wrong, mask=(peers < LEGS.WORLD) & is_first)
+                status = status * 0 + LEGS.MISMATCHED
+    if is_first:
         if status != LEGS.RUNNING:
             poison(control_ptr, report_ptr, status, leg, LEG, LEGS, LAUNCH)
+    return status == LEGS.RUNNING

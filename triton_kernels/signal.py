@@ -132,15 +132,22 @@ else:
 
     @triton.jit
     def clock_ns(LAUNCH: tl.constexpr):
-        """Nanoseconds of a clock that only goes forward; on AMD it ticks at 100 MHz."""
+        """Nanoseconds of a clock that only goes forward; on AMD it ticks at 100 MHz, and only one warp may ask."""
         if LAUNCH.PLATFORM == "hip":
             return tl.extra.hip.memrealtime() * 10
-        else:
+        elif tl.extra.cuda.num_threads() == 32:
             return tl.extra.cuda.globaltimer()
+        else:
+            # Warps read it at different times, and all threads have to branch alike: the latest counts.
+            times = tl.inline_asm_elementwise(
+                "mov.u64 $0, %globaltimer; // $1", "=l,r", [tl.arange(0, tl.extra.cuda.num_threads())],
+                dtype=tl.int64, is_pure=False, pack=1,
+            )  # fmt: skip
+            return tl.max(times)
 
     @triton.jit
     def pause(LAUNCH: tl.constexpr):
-        """Nothing: a GPU's wait keeps one warp."""
+        """Nothing: on a GPU others run meanwhile."""
 
 
 @triton.jit
@@ -187,7 +194,7 @@ def arrive(control_ptr, LAYOUT: tl.constexpr, LAUNCH: tl.constexpr):
         arrived = tl.atomic_add(control_ptr + LAYOUT.ARRIVALS, 1, sem="acq_rel", scope=LAUNCH.SCOPE)
     last = arrived == tl.num_programs(0) - 1
     if last:
-        tl.store(control_ptr + LAYOUT.ARRIVALS, 0)  # for the next launch, which the stream orders behind this one
+        tl.store(control_ptr + LAYOUT.ARRIVALS, 0)  # for the next leg: behind this rank's flag, or in a later launch
     return last
 
 
@@ -299,18 +306,9 @@ def behind(base, lines, targets, LAYOUT: tl.constexpr, LAUNCH: tl.constexpr):
 
 @triton.jit
 def give_up(
-    base,
-    buffer_ptrs,
-    report_ptr,
-    rank,
-    lines,
-    targets,
-    epoch,
-    grace_ns,
-    PHASE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    LAUNCH: tl.constexpr,
-):
+    base, buffer_ptrs, report_ptr, rank, lines, targets, epoch, grace_ns,
+    PHASE: tl.constexpr, LAYOUT: tl.constexpr, LAUNCH: tl.constexpr,
+):  # fmt: skip
     """Reports to the peers, gives them the grace time, and writes down who is to blame."""
     peers = tl.arange(0, LAUNCH.BLOCK)
     known = peers < LAYOUT.WORLD
@@ -341,61 +339,70 @@ def give_up(
 
 
 @triton.jit
-def wait_for_all(
-    base,
-    rank,
-    lines,
-    targets,
-    timeout_ns,
-    LAYOUT: tl.constexpr,
-    LAUNCH: tl.constexpr,
-):
-    """Waits until no flag is behind its target, time is up, or a peer says that it is stuck. Returns how many are.
+def status_of(control_ptr, LAYOUT: tl.constexpr):
+    """The status, which other programs of the launch may be setting; all threads get the same."""
+    return tl.atomic_add(control_ptr + LAYOUT.STATUS, 0, sem="relaxed", scope="gpu")
 
-    One program of one warp, as threads of several would not read the clock alike.
+
+@triton.jit
+def wait_for_all(base, rank, lines, targets, timeout_ns, LAYOUT: tl.constexpr, LAUNCH: tl.constexpr):
+    """Waits until no flag is behind its target, time is up, or a peer says that it is stuck. One program of a launch.
+
+    While this rank's own flag is behind, only twice the time ends it: programs of the launch may not have arrived yet.
+
+    Returns:
+        How many flags are behind; and, if any are, the reading of the clock at which time is up.
     """
-    limit = clock_ns(LAUNCH) + timeout_ns.to(tl.int64)
     late = tl.sum(behind(base, lines, targets, LAYOUT, LAUNCH))
-    waiting, looks = late, late * 0
+    waiting, looks, limit = late, late * 0, tl.zeros((), tl.int64)
     while waiting > 0:
+        looks += 1
         # Whatever ends the wait, the clock or a report, is read before the flags: see `docs/protocol.md`, "Waits end".
         ended = looks * 0
         if looks % LOOKS == 0:
             stuck = load_flags(base, LAYOUT.STUCK, LAYOUT, LAUNCH)
             ended = tl.sum(tl.where(tl.arange(0, LAUNCH.BLOCK) == rank, 0, stuck))
-            if clock_ns(LAUNCH) > limit:
-                ended = ended * 0 + 1
+            now = clock_ns(LAUNCH)
+            limit = tl.where(limit == 0, now + timeout_ns, limit)
+            missing = behind(base, lines, targets, LAYOUT, LAUNCH)
+            if tl.sum(tl.where(tl.arange(0, LAUNCH.BLOCK) == rank, missing, 0)) > 0:
+                ended, now = ended * 0, now - timeout_ns
+            ended = tl.where(now > limit, 1, ended)
         late = tl.sum(behind(base, lines, targets, LAYOUT, LAUNCH))
         waiting = tl.where(ended > 0, 0, late)
-        looks += 1
         pause(LAUNCH)
     tl.debug_barrier()
-    return late
+    return late, limit
 
 
 @triton.jit
 def wait_or_give_up(
-    base,
-    buffer_ptrs,
-    report_ptr,
-    rank,
-    lines,
-    targets,
-    epoch,
-    timeout_ns,
-    grace_ns,
-    PHASE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    LAUNCH: tl.constexpr,
-):
+    base, buffer_ptrs, report_ptr, rank, lines, targets, epoch, timeout_ns, grace_ns,
+    PHASE: tl.constexpr, LAYOUT: tl.constexpr, LAUNCH: tl.constexpr,
+):  # fmt: skip
     """Waits for all, and gives up on those that are missing then. Returns the status of it, RUNNING or TIMED_OUT."""
-    limit = clock_ns(LAUNCH) + timeout_ns.to(tl.int64)
-    late = wait_for_all(base, rank, lines, targets, timeout_ns, LAYOUT, LAUNCH)
+    late, limit = wait_for_all(base, rank, lines, targets, timeout_ns, LAYOUT, LAUNCH)
     if late > 0:
         # Who leaves early, because of another's report, still gives the others all the time that it had itself: a live
         # rank that is late by less than the timeout is then not named.
         patience = tl.maximum(limit - clock_ns(LAUNCH), 0) + grace_ns.to(tl.int64)
         give_up(base, buffer_ptrs, report_ptr, rank, lines, targets, epoch, patience, PHASE, LAYOUT, LAUNCH)
+    return tl.where(late > 0, LAYOUT.TIMED_OUT, LAYOUT.RUNNING)
+
+
+@triton.jit
+def wait_beside(base, control_ptr, lines, targets, LAYOUT: tl.constexpr, LAUNCH: tl.constexpr):
+    """Waits for all, or until the launch's first program, which alone has a clock, has given up.
+
+    Returns what `wait_or_give_up` does, the same to all threads.
+    """
+    late = tl.sum(behind(base, lines, targets, LAYOUT, LAUNCH))
+    waiting = late
+    while waiting > 0:
+        status = status_of(control_ptr, LAYOUT)
+        late = tl.sum(behind(base, lines, targets, LAYOUT, LAUNCH))
+        waiting = tl.where(status == LAYOUT.RUNNING, late, 0)
+    tl.debug_barrier()
     return tl.where(late > 0, LAYOUT.TIMED_OUT, LAYOUT.RUNNING)
 
 
@@ -406,7 +413,7 @@ def poison(
     """Ends the use of the memory: kernels that find this status send nothing, and give NaN."""
     tl.store(report_ptr + LAYOUT.REPORT_EPOCH, epoch)
     tl.store(report_ptr + LAYOUT.REPORT_PHASE, PHASE)
-    tl.store(control_ptr + LAYOUT.STATUS, status)
+    tl.atomic_xchg(control_ptr + LAYOUT.STATUS, status, sem="relaxed", scope="gpu")  # others may be looking at it
     tl.debug_barrier()
     # The host reads the report while kernels run: its status goes last.
     lanes = tl.arange(0, LAUNCH.BLOCK)

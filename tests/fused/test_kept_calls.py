@@ -297,14 +297,14 @@ def late(comm: Communicator, name: str, events: dict[str, threading.Event]) -> l
     events["launched 1"].wait()
     check()
 
-    def scatter(*arguments: Any) -> None:
-        kernels.scatter(*arguments)
+    def send(*arguments: Any) -> None:
+        kernels.send(*arguments)
         events["sent"].set()
         if name == "all_reduce":
             events["launched 2"].wait()
 
-    by_step = {step: getattr(kernels, step) for step in ("send_to_all", "reduce", "gather_recv")}
-    end._kernels = SimpleNamespace(scatter=scatter, **by_step)
+    by_step = {step: getattr(kernels, step) for step in ("reduce", "gather_recv")}
+    end._kernels = SimpleNamespace(send=send, **by_step)
     if name == "all_gather":  # of one leg
         events["sent"].set()
     check()

@@ -39,6 +39,7 @@ from thinwire.moe.direct_gradients import BackwardRounds
 from thinwire.moe.dispatched import Dispatched
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels import collective
+from thinwire.triton_kernels.launch import Launcher
 from thinwire.triton_kernels.round_layout import ABANDONED
 from verification.ahead_of_time.harness import Launch, specialise
 
@@ -412,7 +413,7 @@ def test_a_call_whose_kernels_could_not_be_loaded_can_be_made_again() -> None:
 def test_what_is_kept_for_launches_goes_when_the_memory_is_closed(opened: Any) -> None:
     with tw.init() as comm, opened(comm) as (transport, call), _device_of(transport) as device:
         call(torch.bfloat16, 0)
-        launchers = [weakref.ref(launcher) for launcher in transport._end.kept.values()]
+        launchers = [weakref.ref(kept) for kept in transport._end.kept.values() if isinstance(kept, Launcher)]
         assert launchers
         device.prepared.clear(), device.launched.clear()
         gc.disable()  # memory that is left to the collector may be there for long

@@ -14,8 +14,9 @@ from thinwire.triton_kernels.codec_reference import (
     row_reference,
     scaled_reference,
 )
-from thinwire.triton_kernels.collective import gather_recv, reduce, scatter, send_to_all
+from thinwire.triton_kernels.collective import gather_recv, reduce, send
 from thinwire.triton_kernels.leg_layout import ALL_GATHER, REDUCE_SCATTER, Endpoint, Job
+from thinwire.triton_kernels.small_collective import in_one_launch
 from thinwire.wire import WireFormat
 
 ROW = 128
@@ -25,7 +26,7 @@ ROW = 128
 class Call:
     """A call, the same on all ranks: elements of each rank's part, with as many as `gap` between parts and before.
 
-    Of every three runs of `zeros` elements the first is zero on all ranks.
+    Of every three runs of `zeros` elements the first is zero on all ranks. With `at_once` the whole call is one launch.
     """
 
     op: int
@@ -41,6 +42,7 @@ class Call:
     seed: int = 0
     zeros: int = 0
     out_dtype: torch.dtype | None = None
+    at_once: bool = False
 
     @property
     def starts(self) -> list[int]:
@@ -127,11 +129,12 @@ class Call:
 
     def launch(self, end: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, timeout: float, grace: float) -> None:
         """All chunks of the call on one rank's end; `timeout` and `grace` in seconds."""
+        if self.at_once:
+            in_one_launch(end, job, x, out, timeout, grace, self.num_programs or 1)
+            return
         for chunk in range(job.num_chunks):
-            if job.op == ALL_GATHER:
-                send_to_all(end, job, x, chunk, self.num_programs)
-            else:
-                scatter(end, job, x, chunk, self.num_programs)
+            send(end, job, x, chunk, self.num_programs)
+            if job.op != ALL_GATHER:
                 sums = out if job.op == REDUCE_SCATTER else None
                 reduce(end, job, sums, chunk, timeout, grace, self.num_programs)
             if job.op != REDUCE_SCATTER:

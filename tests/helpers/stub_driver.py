@@ -26,7 +26,7 @@ import torch
 import triton
 from triton.backends.nvidia.driver import CudaDriver
 
-from thinwire.triton_kernels import signal
+from thinwire.triton_kernels import signal, small_collective
 
 #: The stream that is the current one until a test makes another so.
 STREAM = 0x57AE
@@ -143,7 +143,8 @@ def stub_driver(capability: int = 90, multiprocessors: int = 132) -> Iterator[St
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor))
         stack.enter_context(mock.patch.object(signal, "_platform_of", lambda device: "cuda"))
-        stack.enter_context(mock.patch.object(signal, "num_multiprocessors", lambda device: multiprocessors))
+        for module in (signal, small_collective):
+            stack.enter_context(mock.patch.object(module, "num_multiprocessors", lambda device: multiprocessors))
         signal._launch.cache_clear()
         stack.callback(signal._launch.cache_clear)
         raw_stream = "_cuda_getCurrentRawStream"  # which torch has where it is made for CUDA

@@ -23,7 +23,7 @@ from thinwire.comm import Communicator, SymmetricMemory, allocate
 from thinwire.fused.collective import collective_layout
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels.codec_reference import quantize_reference
-from thinwire.triton_kernels.collective import gather_recv, reduce, scatter, send_to_all
+from thinwire.triton_kernels.collective import gather_recv, reduce, send
 from thinwire.triton_kernels.leg_layout import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -310,7 +310,7 @@ def _one_is_ahead(comm: Communicator) -> None:
         ranks.poison_slots()
         for number, (call, (x, out)) in enumerate(zip(calls, tensors, strict=True)):
             expected, job = call.result(comm.rank, out), call.job()
-            (send_to_all if op == ALL_GATHER else scatter)(ranks.lane, job, x, 0)
+            send(ranks.lane, job, x, 0)
             if comm.rank == 1 and number == 0:
                 line = (ranks.leg + 1) % 2 * comm.size * SIGNAL_LINE_BYTES
                 ranks.await_word(ranks.lane.layout.HEADERS + line, ranks.leg + 1)
@@ -336,6 +336,26 @@ def test_legs_wrap() -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ranks that disagree, and ranks that stay away
+
+
+def _at_once(comm: Communicator) -> None:
+    """In one launch, in turn by all ranks and by all but one."""
+    ranks = Ranks(comm, 2048)
+    for number, (op, counts) in enumerate(product(OPS, [(300, 257), (128, 0), (1, 5)])):
+        call = Call(
+            op,
+            counts,
+            ("int8", "none")[number % 2],
+            gap=number % 3,
+            seed=number,
+            rows_per_chunk=3,
+            in_place=number % 2 == 0,
+        )
+        ranks.check(replace(call, at_once=number % 3 > 0 or comm.rank == 0))
+
+
+def test_one_launch_gives_the_same_bits_also_beside_ranks_in_several() -> None:
+    run_ranks(_at_once, 2, env=INTERPRETED, timeout=120)
 
 
 def _disagree(comm: Communicator) -> None:
@@ -368,15 +388,15 @@ def test_ranks_that_disagree_all_notice_in_that_leg_and_can_go_on() -> None:
     run_ranks(_disagree, 3, env=INTERPRETED, timeout=120)
 
 
-def _a_silent_rank(comm: Communicator, leg: int) -> None:
+def _a_silent_rank(comm: Communicator, leg: int, at_once: bool) -> None:
     ranks = Ranks(comm)
     ranks.check(Call(ALL_REDUCE, (100, 100, 100)))
     # Ranks of a busy machine may take this long for a leg, and come this much later than each other to their giving up.
     ranks.timeout, ranks.grace = (2.0, 2.0)
-    call = Call(ALL_REDUCE, (300, 300, 300), gap=1)
+    call = Call(ALL_REDUCE, (300, 300, 300), gap=1, rows_per_chunk=3, at_once=at_once)
     job, (x, out) = call.job(), call.tensors(comm.rank)
     if comm.rank == 2 and leg == SECOND_LEG:
-        scatter(ranks.lane, job, x, 0)
+        send(ranks.lane, job, x, 0)
     comm.barrier()
     if comm.rank != 2:
         time.sleep(0.2 * comm.rank)
@@ -405,9 +425,10 @@ def _a_silent_rank(comm: Communicator, leg: int) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("leg", [FIRST_LEG, SECOND_LEG])
-def test_survivors_name_a_silent_rank_and_store_nothing_more(leg: int) -> None:
-    run_ranks(_a_silent_rank, 3, leg, env=INTERPRETED, timeout=120)
+def test_survivors_name_a_silent_rank_and_store_nothing_more(leg: int, at_once: bool) -> None:
+    run_ranks(_a_silent_rank, 3, leg, at_once, env=INTERPRETED, timeout=120)
 
 
 def _late_but_alive(comm: Communicator) -> None:

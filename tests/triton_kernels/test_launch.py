@@ -35,6 +35,7 @@ from thinwire.triton_kernels.leg_layout import (
 )
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
+from thinwire.triton_kernels.small_collective import in_one_launch
 from thinwire.wire import WireFormat
 
 pytestmark = [
@@ -207,13 +208,13 @@ def of_collectives() -> Callable[[], None]:
     def launch() -> None:
         for number, (op, first) in enumerate(((ALL_REDUCE, 0), (REDUCE_SCATTER, 1), (ALL_GATHER, 1))):
             job = Job(op, (2**62 + number, -1, 1, 16), parts, 1, 1024, wire, wire, torch.bfloat16, 2)
-            if op == ALL_GATHER:
-                collective.send_to_all(end, job, part[first:], 0)
-            else:
-                collective.scatter(end, job, x[first:], 0)
+            collective.send(end, job, (part if op == ALL_GATHER else x)[first:], 0)
+            if op != ALL_GATHER:
                 collective.reduce(end, job, part[first:] if op == REDUCE_SCATTER else None, 0, 10.0, 1.0)
             if op != REDUCE_SCATTER:
                 collective.gather_recv(end, job, x[first:], 0, 10.0, 1.0)
+            shared = part if op == ALL_GATHER else x, part if op == REDUCE_SCATTER else x
+            in_one_launch(end, job, *(tensor[first:] for tensor in shared), 10.0, 1.0, 8)
 
     return launch
 
@@ -271,7 +272,7 @@ def by_triton(launch: Launcher, programs: int, blocks: int = 1, *changing: Any, 
     ("made", "launches"),
     [
         pytest.param(of_a_round, 9, marks=pytest.mark.exhaustive),
-        pytest.param(of_collectives, 5 + 3 + 3, marks=pytest.mark.exhaustive),
+        pytest.param(of_collectives, 5 + 3 + 3 + 3, marks=pytest.mark.exhaustive),
         (of_all_to_all_v, 4 + 2 * (3 * 2 + 3)),
     ],
 )

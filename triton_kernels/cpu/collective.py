@@ -360,25 +360,15 @@ def whole(end: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: in
     return done
 
 
-def scatter(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
-    """`thinwire.triton_kernels.collective.scatter` for CPU tensors."""
-    send_kernel(*_memory(end, job), x.data_ptr(), 0, chunk)
-
-
-def send_to_all(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
-    """`thinwire.triton_kernels.collective.send_to_all` for CPU tensors."""
-    send_kernel(*_memory(end, job), x.data_ptr(), 1, chunk)
+def send(end: Endpoint, job: Job, x: torch.Tensor, chunk: int, num_programs: int | None = None) -> None:
+    """`thinwire.triton_kernels.collective.send` for CPU tensors."""
+    send_kernel(*_memory(end, job), x.data_ptr(), int(job.op == ALL_GATHER), chunk)
 
 
 def reduce(
-    end: Endpoint,
-    job: Job,
-    out: torch.Tensor | None,
-    chunk: int,
-    timeout: float,
-    grace: float,
+    end: Endpoint, job: Job, out: torch.Tensor | None, chunk: int, timeout: float, grace: float,
     num_programs: int | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """`thinwire.triton_kernels.collective.reduce` for CPU tensors. A wait that ends otherwise gives NaN."""
     if not _wait(end, job, FIRST_LEG, timeout, grace):
         if out is not None:
@@ -390,14 +380,9 @@ def reduce(
 
 
 def gather_recv(
-    end: Endpoint,
-    job: Job,
-    out: torch.Tensor,
-    chunk: int,
-    timeout: float,
-    grace: float,
+    end: Endpoint, job: Job, out: torch.Tensor, chunk: int, timeout: float, grace: float,
     num_programs: int | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """`thinwire.triton_kernels.collective.gather_recv` for CPU tensors. A wait that ends otherwise gives NaN."""
     leg = FIRST_LEG if job.op == ALL_GATHER else SECOND_LEG
     if not _wait(end, job, leg, timeout, grace):

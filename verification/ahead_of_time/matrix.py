@@ -39,6 +39,7 @@ from thinwire.triton_kernels.leg_layout import (
 from thinwire.triton_kernels.list_records import list_records
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
+from thinwire.triton_kernels.small_collective import in_one_launch
 from thinwire.wire import WireFormat
 from verification.ahead_of_time.harness import (
     TARGETS,
@@ -58,6 +59,8 @@ TWO_LEVEL_KERNELS = ("send_message", "forward_tokens", "send_floats", "sum_float
 CHANNEL_KERNELS = ("send_rows", "recv_rows")
 #: Of the direct collectives. `reduce` gives its sums to a tensor, `reduce_and_send_to_all` to all ranks.
 COLLECTIVE_KERNELS = ("scatter", "send_to_all", "reduce", "reduce_and_send_to_all", "gather_recv")
+#: The same of little data, in one launch; not on AMD's GPUs.
+SMALL_KERNELS = {"all_reduce": ALL_REDUCE, "reduce_scatter": REDUCE_SCATTER, "all_gather": ALL_GATHER}
 #: Products of experts: gate and the other half, whose rows are quantised again, and what follows; with few rows each.
 EXPERT_KERNELS = ("gate_and_up", "gate_and_up_few", "down", "down_few")
 #: Between products of experts and behind them: with a gate and biases, but the last, which adds biases alone.
@@ -121,6 +124,12 @@ def cases() -> Iterator[Case]:
         for wire in BLOCK_TARGETS if kernel not in ("pack", "unpack") else ():
             for target in BLOCK_TARGETS[wire]:
                 yield Case(kernel, wire, sizes[-1], target)
+    for kernel in SMALL_KERNELS:
+        for target in (target for target in TARGETS if target.startswith("sm_")):
+            for hidden in COLLECTIVE_ROWS:
+                yield Case(kernel, "int8", hidden, target)
+        for wire in (*OTHER_WIRES, *BLOCK_TARGETS):
+            yield Case(kernel, wire, COLLECTIVE_ROWS[-1], "sm_90")
     for kernel in (*CONTROL_KERNELS, *TWO_LEVEL_KERNELS):
         for target in TARGETS:
             yield Case(kernel, "int8", 7168, target)
@@ -214,15 +223,17 @@ def _collective_launcher(case: Case) -> tuple[Callable[..., None], tuple[object,
     layout, wire = collective_layout(8), WireFormat.parse(case.wire)
     lane = Endpoint.of(layout, 0, torch.empty(layout.NUM_BYTES, dtype=torch.uint8), torch.zeros(8).long())
     x, parts = torch.empty(32 * case.hidden + 1, dtype=torch.bfloat16)[1:], torch.full((2, 8), 4 * case.hidden)
-    ops = {"reduce": REDUCE_SCATTER, "send_to_all": ALL_GATHER}
+    ops = {"reduce": REDUCE_SCATTER, "send_to_all": ALL_GATHER} | SMALL_KERNELS
     job = Job(
         op=ops.get(case.kernel, ALL_REDUCE), signature=(1, 2, 3, 2**40), parts=parts, most_rows=4, row=case.hidden,
         wire=wire, gather_wire=wire, dtype=x.dtype, rows_per_chunk=4,
     )  # fmt: skip
     times = 30.0, 1.0
+    if case.kernel in SMALL_KERNELS:
+        return in_one_launch, (lane, job, x, x, *times, 8), 0
     return {
-        "scatter": (collective.scatter, (lane, job, x, 0), 0),
-        "send_to_all": (collective.send_to_all, (lane, job, x, 0), 0),
+        "scatter": (collective.send, (lane, job, x, 0), 0),
+        "send_to_all": (collective.send, (lane, job, x, 0), 0),
         "wait_first_leg": (collective.reduce, (lane, job, None, 0, *times), 0),
         "reduce": (collective.reduce, (lane, job, x, 0, *times), 1),
         "reduce_and_send_to_all": (collective.reduce, (lane, job, None, 0, *times), 1),
@@ -259,7 +270,7 @@ def _launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]
         return _expert_launcher(case)
     if case.kernel in ACTIVATIONS:
         return _activation_launcher(case)
-    if case.kernel in (*COLLECTIVE_KERNELS, *LEG_WAITS):
+    if case.kernel in (*COLLECTIVE_KERNELS, *SMALL_KERNELS, *LEG_WAITS):
         return _collective_launcher(case)
     if case.kernel in (*ROUND_KERNELS, *ROUND_CONTROL_KERNELS, *TWO_LEVEL_KERNELS):
         return _round_launcher(case)
@@ -348,7 +359,7 @@ def check(case: Case, report: Report) -> list[str]:
         faults.append(f"copies {report.load_bytes} bytes to {report.store_bytes} bytes")
     if case.kernel in (*CONTROL_KERNELS, *EXPERT_KERNELS):
         return faults
-    if case.kernel in COLLECTIVE_KERNELS:
+    if case.kernel in (*COLLECTIVE_KERNELS, *SMALL_KERNELS):
         return faults + _check_collective(case, report)
     # Rows of 5121 bfloat16 begin on odd addresses: only their records, 32-byte aligned, can move 16 bytes at a time.
     wide_load = case.hidden % 8 == 0 or case.kernel in READERS

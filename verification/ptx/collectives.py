@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from tests.helpers.collective_calls import Call
 from tests.helpers.wires import assert_same_bits
 from thinwire.fused.collective import collective_layout
-from thinwire.triton_kernels.leg_layout import Endpoint
+from thinwire.triton_kernels.leg_layout import Endpoint, Job
 from thinwire.triton_kernels.signal import REPORT_STATUS, RUNNING
 from verification.ptx.device import Device
 
@@ -37,8 +37,19 @@ class Collectives:
         register_ends(device, ends)
         return cls(device, ends)
 
-    def queue(self, call: Call, absent: tuple[int, ...] = ()) -> list[torch.Tensor]:
-        """Queues a call of all ranks but those that are absent. Returns each rank's output."""
+    def queue(
+        self,
+        call: Call,
+        absent: tuple[int, ...] = (),
+        apart: tuple[int, ...] = (),
+        changes: dict[int, Job] | None = None,
+    ) -> list[torch.Tensor]:
+        """Queues a call of all ranks but those that are absent. Returns each rank's output.
+
+        Args:
+            apart: ranks that do in several launches what others may do in one.
+            changes: jobs of ranks that do something else than the call.
+        """
         xs, outs = [], []
         for end in self.ends:
             x, out = call.tensors(end.rank)
@@ -46,7 +57,9 @@ class Collectives:
             outs.append(out)
             if end.rank not in absent:
                 self.device.rank = end.rank
-                call.launch(end, call.job(), x, out, self.timeout, self.grace)
+                own = replace(call, at_once=False) if end.rank in apart else call
+                job = (changes or {}).get(end.rank) or call.job()
+                own.launch(end, job, x, out, self.timeout, self.grace)
         self.calls.append((call, xs, outs))
         return outs
 

@@ -15,16 +15,16 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import triton
 
 from tests.helpers.collective_calls import Call
-from thinwire.triton_kernels.leg_layout import ALL_GATHER, ALL_REDUCE
+from thinwire.triton_kernels.leg_layout import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from thinwire.triton_kernels.pack import pack_rows
-from thinwire.triton_kernels.signal import REPORT_STATUS, TIMED_OUT
+from thinwire.triton_kernels.signal import MISMATCHED, REPORT_PEERS, REPORT_STATUS, TIMED_OUT
 from thinwire.wire import WireFormat
 from verification.ptx.channels import Channels
 from verification.ptx.collectives import Collectives
@@ -41,13 +41,17 @@ REDUNDANT = {
     r"^load_flags < wait_for_all .*acquire": "a stuck line ends the wait; what it says is read behind another look",
     r"^load_flags < behind < give_up .*acquire": "who gives up reads nothing that a late flag publishes",
     r"^publish < .*bar\.": "the threads of a line's words store its flag, and `arrive` has a barrier behind all rows",
+    r"^load_flags < behind < wait_for_all < wait_kernel: .*relaxed": "one of the looks is at the own flag alone",
+    r"^(?:wait_for_all|wait_beside|give_up) .*small_kernel: bar\.": (
+        "what one thread has looked at reaches the others through shared memory, behind Triton's barriers"
+    ),
     r"^(?:wait_for_all|await_leg) .*bar\.": "behind flags of second legs, room and pieces the kernel reads nothing",
     r"^arrive < .*recv_rows_kernel: bar\.": (
         "a row's columns change threads after it is loaded, behind a barrier of Triton's"
     ),
     r"^store_released < publish < wait_kernel.* becomes st\.relaxed": "kernels read nothing behind this flag",
     r"\bpoison < ": "the host reads it, which is not seen here, or a later kernel",
-    r"^(?:put|store_encoded_tile|store_float32|group_amax|_largest|max|sum) .*bar\.": (
+    r"^(?:put|store_encoded_tile|store_row_tile|store_float32|group_amax|_largest|max|sum) .*bar\.": (
         "Triton's own, of shared memory used once"
     ),
 }
@@ -93,12 +97,17 @@ def _collectives(device: Device) -> Callable[[], None]:
     return collectives.check
 
 
-def _late_collective(device: Device) -> Callable[[], None]:
+def _with_other_work(device: Device) -> Collectives:
     """One rank has other work to do, and the other looks for it again and again."""
     x, wire = torch.ones(1, 32), WireFormat.parse("int8")
     collectives, device.rank = Collectives.of(device, 2), 1
     for _ in range(80):
         pack_rows(x, wire, None, torch.zeros(1, wire.row_bytes(32, x.dtype), dtype=torch.uint8))
+    return collectives
+
+
+def _late_collective(device: Device) -> Callable[[], None]:
+    collectives = _with_other_work(device)
     collectives.queue(Call(ALL_REDUCE, (260, 30), num_programs=2))
     return collectives.check
 
@@ -108,6 +117,39 @@ def _lost_collective(device: Device) -> Callable[[], None]:
     collectives.timeout, collectives.grace = _TIMEOUT, _GRACE
     collectives.queue(Call(ALL_REDUCE, (200,) * 3, num_programs=2), absent=(2,))
     return lambda: _assert_lost([end.report for end in collectives.ends[:2]])
+
+
+def _small_collectives(device: Device) -> Callable[[], None]:
+    collectives = Collectives.of(device, 2, 2048)
+    for op, counts in ((ALL_REDUCE, (260, 30)), (ALL_GATHER, (130, 30)), (REDUCE_SCATTER, (130, 30))):
+        collectives.queue(Call(op, counts, rows_per_chunk=3, num_programs=2, at_once=True))
+    return collectives.check
+
+
+def _late_small_collective(device: Device) -> Callable[[], None]:
+    collectives = _with_other_work(device)
+    collectives.queue(Call(ALL_REDUCE, (260, 30), rows_per_chunk=3, num_programs=2, at_once=True))
+    return collectives.check
+
+
+def _lost_small_collective(device: Device) -> Callable[[], None]:
+    collectives = Collectives.of(device, 3)
+    collectives.timeout, collectives.grace = _TIMEOUT, _GRACE
+    collectives.queue(Call(ALL_REDUCE, (200,) * 3, num_programs=2, at_once=True), absent=(2,))
+    return lambda: _assert_lost([end.report for end in collectives.ends[:2]])
+
+
+def _different_small_collectives(device: Device) -> Callable[[], None]:
+    collectives = Collectives.of(device, 2)
+    call = Call(ALL_REDUCE, (200,) * 2, num_programs=2, at_once=True)
+    collectives.queue(call, changes={1: replace(call.job(), signature=(1, 2, 3, 4))})
+
+    def check() -> None:
+        for end in collectives.ends:
+            assert end.report[REPORT_STATUS] == MISMATCHED
+            assert end.report[REPORT_PEERS:][:2].tolist() == [int(peer != end.rank) for peer in range(2)]
+
+    return check
 
 
 def _channel(device: Device) -> Callable[[], None]:
@@ -143,6 +185,10 @@ SCENARIOS: dict[str, tuple[int, Scenario]] = {
     "collectives": (2, _collectives),
     "collective of a late rank": (2, _late_collective),
     "collective of a lost rank": (3, _lost_collective),
+    "small collectives": (2, _small_collectives),
+    "small collective of a late rank": (2, _late_small_collective),
+    "small collective of a lost rank": (3, _lost_small_collective),
+    "small collectives of ranks that differ": (2, _different_small_collectives),
     "all-to-all-v": (2, _channel),
     "all-to-all-v of a lost rank": (3, _lost_channel),
     "all-to-all-v of ranks that differ": (2, _different_channel),

@@ -22,6 +22,7 @@ TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "ahead_of_time" /
     ("scenario", "step"),
     [
         ("collectives", 15),
+        ("small collectives", 30),
         pytest.param("all-to-all-v", 15, marks=pytest.mark.exhaustive),
         pytest.param("round", 9, marks=pytest.mark.exhaustive),
     ],
@@ -37,6 +38,10 @@ def test_the_table_gives_a_reason_for_each_change_of_which_nothing_comes() -> No
     lines = TABLE.read_text().splitlines()
     reasons = [lines[number + 1].strip() for number, line in enumerate(lines) if line.startswith("  nothing")]
     assert set(reasons) == set(REDUNDANT.values())
+    chain = (
+        "load_flags < behind < wait_for_all < wait_kernel: ld.acquire.sys.global.b32 becomes ld.relaxed.sys.global.b32"
+    )
+    assert f"  race    {chain}" in lines  # but for the look at the own flag
 
 
 def test_each_change_takes_away_one_step() -> None:

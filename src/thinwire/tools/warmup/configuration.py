@@ -223,9 +223,11 @@ class _Collectives(DirectCollectives):
         """The GPU that takes them is not here."""
 
     def launch(self, op: int, row: int, wire: WireFormat, gather_wire: WireFormat, dtype: torch.dtype) -> None:
-        """The kernels of a call whose tensors begin on a boundary of 16 bytes."""
+        """The kernels of a call whose tensors begin on a boundary of 16 bytes, large or small."""
         x = torch.empty(row, dtype=dtype, device=_META)
-        self._load_kernels(self.job(op, dense_segments([row] * self.world), row, wire, gather_wire, dtype), x, x)
+        job = self.job(op, dense_segments([row] * self.world), row, wire, gather_wire, dtype)
+        for at_once in (0,) if torch.version.hip else (0, 1):
+            self._load_kernels(job, x, x, at_once)
 
 
 def _launch_collectives(ranks: int, wire: WireFormat, dtype: torch.dtype) -> None:
