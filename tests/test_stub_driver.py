@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 
 pytest.importorskip("triton", reason="launching kernels needs Triton")
@@ -12,14 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.helpers.stub_driver import STREAM, Launched, stub_driver
+from tests.helpers.stub_driver import STREAM, Launched, needs_stub, stub_driver
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("cc") is None, reason="Triton's launcher is compiled by a C compiler"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the stub is for machines without CUDA's driver"),
-]
+pytestmark = needs_stub
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from unittest import mock
 
 import pytest
@@ -13,16 +12,13 @@ pytest.importorskip("triton", reason="launching kernels needs Triton")
 import torch
 
 import thinwire as tw
-from tests.helpers.stub_driver import StubDriver, stub_driver
+from tests.helpers.stub_driver import StubDriver, needs_stub, stub_driver
 from thinwire.comm.communicator import Communicator
 from thinwire.fused.collective import DirectCollectives, open_collectives
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels import LAUNCHES_VARIABLE
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("cc") is None, reason="Triton's launcher is compiled by a C compiler"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the stub is for machines without CUDA's driver"),
-]
+pytestmark = needs_stub
 RANKS = 8
 
 

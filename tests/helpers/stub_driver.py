@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import re
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -22,12 +23,17 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import triton
 from triton.backends.nvidia.driver import CudaDriver
 
 from thinwire.triton_kernels import signal, small_collective
 
+#: Of tests that use it: Triton's launcher is compiled, and a driver that is there is not replaced.
+needs_stub = pytest.mark.skipif(
+    shutil.which("cc") is None or torch.cuda.is_available(), reason="the stub needs a C compiler, and no CUDA driver"
+)
 #: The stream that is the current one until a test makes another so.
 STREAM = 0x57AE
 _MOST_PARAMETERS, _MOST_LAUNCHES = 48, 4096

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import JITFunction
 
 from tests.helpers.rounds import make_lanes
-from tests.helpers.stub_driver import Launched, StubDriver, stub_driver
+from tests.helpers.stub_driver import Launched, StubDriver, needs_stub, stub_driver
 from thinwire import first_run
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
@@ -38,10 +37,7 @@ from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
 from thinwire.triton_kernels.small_collective import in_one_launch
 from thinwire.wire import WireFormat
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("cc") is None, reason="Triton's launcher is compiled by a C compiler"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the stub is for machines without CUDA's driver"),
-]
+pytestmark = needs_stub
 COUNTS = (0, 1, 2, 16, -1, -(2**31), 2**31 - 1, 2**31, -(2**31) - 1, 2**40, 2**63 - 1, 2**63)
 STRIDES = (0, 1, 2, 8, 16, 17, 32, -16, 2**31 - 1, 2**31, 2**31 + 16, 2**40, 2**40 + 1)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.uint8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,7 +24,7 @@ import thinwire as tw
 from tests.gpu.warm import configurations
 from tests.helpers.rounds import make_lanes
 from tests.helpers.speeds import exhaustive_but
-from tests.helpers.stub_driver import stub_driver
+from tests.helpers.stub_driver import needs_stub, stub_driver
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.memory.symmetric import allocate
 from thinwire.fused.backend import Backend, select_round_kernels
@@ -46,9 +45,6 @@ from thinwire.triton_kernels.list_records import list_records
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
 from thinwire.wire import WireFormat
 
-needs_stub = pytest.mark.skipif(
-    shutil.which("cc") is None or torch.cuda.is_available(), reason="the stub needs a C compiler, and no CUDA driver"
-)
 SIZES = "--ranks 4 --experts 13 --top-k 3 --hidden 512 --max-tokens 24".split()
 
 
