@@ -95,7 +95,6 @@ bench: $(VENV)/ready
 	$(RUN) -m benchmarks.bench_first_run
 	$(RUN) -m benchmarks.bench_flight_recorder
 	$(RUN) -m benchmarks.bench_fsdp
-	$(RUN) -m benchmarks.bench_integrity
 	$(RUN) -m benchmarks.bench_invariant
 	$(RUN) -m benchmarks.bench_link
 	$(RUN) -m benchmarks.bench_on_link all_reduce -b 32M -e 32M

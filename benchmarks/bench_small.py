@@ -3,8 +3,8 @@
     python -m benchmarks.bench_small --json benchmarks/results/cpu/small.json
 
 The calls are one row of 4096 bfloat16 to each rank, rounds of 1 and 16 tokens of as many elements, and all-reduce of 1
-KiB, in turn with a copy of the row and gloo's all-reduce; some are prepared (`thinwire.prepare`). One rank waits for
-nobody, so its time is that of Python and the kernels. A time is that of the slowest rank. Columns:
+KiB, in turn with a copy of the row and gloo's all-reduce. One rank waits for nobody, so its time is that of Python and
+the kernels. A time is that of the slowest rank. Columns:
 
     ranks, mode    processes or threads
     us             median time of a call, of many that follow one another
@@ -32,7 +32,6 @@ from benchmarks import timing
 from thinwire.comm import Communicator
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
-from thinwire.fused.prepare import prepare
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
 
@@ -62,8 +61,6 @@ def calls_of(comm: Communicator) -> dict[str, Callable[[], object]]:
             exchange, send_counts=counts, recv_counts=counts, out=out
         )
         calls[f"all_to_all_v {wire}"] = exchange
-        prepared = prepare(all_to_all_v, x, counts, counts, wire=wire, comm=comm, transport="direct")
-        calls[f"all_to_all_v {wire}, prepared"] = functools.partial(prepared, x)
     ep = ExpertParallel(comm, EXPERTS, TOP_K, HIDDEN, 64, transport="direct")
     for tokens in (1, 16):
         calls[f"round, {tokens} tokens"] = _round(ep, tokens)
@@ -72,8 +69,6 @@ def calls_of(comm: Communicator) -> dict[str, Callable[[], object]]:
         calls[f"all_reduce {wire}, 1 KiB"] = functools.partial(
             all_reduce, summands, wire=wire, comm=comm, transport="direct"
         )
-        prepared = prepare(all_reduce, summands, wire=wire, comm=comm, transport="direct")
-        calls[f"all_reduce {wire}, 1 KiB, prepared"] = functools.partial(prepared, summands)
     if not comm.in_process and dist.is_initialized():
         calls["gloo's all_reduce, 1 KiB"] = functools.partial(dist.all_reduce, summands.clone(), group=comm.group)
     return calls

@@ -2,11 +2,10 @@
 
     with comm.call("all_gather", x.shape, x.dtype, wire, transport) as call:
         call.takes("direct")
-        comm.sent(traffic_of, x, counts)
         return comm.deliver(call, finish, x.device, async_op)
 
 An operation begins its call after all checks that this rank alone can fail, and before anything is sent. The call first
-finishes pending work of earlier calls. It records itself for recorder and trace, and ends the communicator if an
+finishes pending work of earlier calls. It records itself, and ends the communicator if an
 exception from outside ends it.
 """
 
@@ -18,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 
 from thinwire.comm.recorder.flight_recorder import Call, FlightRecorder
-from thinwire.comm.recorder.trace_events import Traffic
 from thinwire.comm.resources.result_memory import ResultMemory
 from thinwire.comm.work import Work
 from thinwire.errors import ThinwireError
@@ -95,11 +93,6 @@ class Calls:
     def deliver(self, call: Call, finish: Callable[[], _T], device: torch.device, async_op: bool) -> _T | Work[_T]:
         """An operation's result: what `finish` makes on the device, or a Work whose `wait()` calls `finish`."""
         return Work((), finish, device, call.posted()) if async_op else finish()
-
-    def sent(self, make: Callable[..., Traffic], *arguments: object) -> None:
-        """Tells a trace, if there is one, what the call under way has sent, or the last one: `make(*arguments)`."""
-        if self.recorder.track is not None:
-            self.recorder.sent(make(*arguments))
 
     def settle(self) -> None:
         """Ends what is under way of earlier calls, as peers may wait for it. What interrupts that leaves no entry.

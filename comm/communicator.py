@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from thinwire.comm.agreement.meeting import gloo_on_loopback
 from thinwire.comm.agreement.standby import Standby, join, resolve_quorum
-from thinwire.comm.environment import AUTO_VARIABLE, auto_bytes, environment_problem, require_usable
+from thinwire.comm.environment import environment_problem, require_usable
 from thinwire.comm.exact.collectives import Collectives
 from thinwire.comm.exchange import Exchange, PeerExchange, name_ranks
 from thinwire.comm.groups import (
@@ -34,11 +34,8 @@ from thinwire.comm.groups import (
 )
 from thinwire.comm.host_collectives import Origin, describe_mismatch
 from thinwire.comm.hosts import describe, host_name, hosts_of
-from thinwire.comm.integrity import resolve_integrity
 from thinwire.comm.layouts.layout import Layout, TensorLayout, resolve_groups
-from thinwire.comm.recorder.clocks import clock_name
 from thinwire.comm.recorder.flight_files import VARIABLE
-from thinwire.comm.recorder.trace_file import write_recorder
 from thinwire.comm.tensors import is_seconds
 from thinwire.comm.threads import ThreadExchange, ThreadWorld
 from thinwire.errors import ArgumentError, ConfigMismatch, PeerTimeout, ThinwireError, TransportUnavailable
@@ -56,7 +53,6 @@ class Settings(NamedTuple):
 
     device: torch.device | str | None = None
     timeout: float = DEFAULT_TIMEOUT
-    integrity: str | None = None
     quorum: str | None = None
 
 
@@ -72,22 +68,18 @@ class Communicator(Collectives):
             available, else the CPU. A CUDA device over a Gloo group may compare settings and synchronise, but
             `post` then takes CPU memory only.
         timeout: seconds that a call may wait for a peer; None means 30.
-        integrity: "checksum": receivers compare all data with checksums that the sender made, and raise IntegrityError
-            if they differ, and every operation takes the staged transport; "none": nothing is compared. None means
-            THINWIRE_INTEGRITY, else "none".
         quorum: which ranks may go on when others are lost. "majority": more than half of those whose processes are not
             known to have ended, so that the two halves of a cut network do not both go on. "any": any two, or one alone
             if at most one other may be alive. None means "any". It has no effect on ranks that are threads.
 
     Attributes:
-        auto_bytes: `wire="auto"` quantises tensors of at least so many bytes: THINWIRE_AUTO_BYTES, else 262,144.
         hosts: the ranks of each host, such as ((0, 1), (2, 3)). THINWIRE_HOST names a rank's, else its system does.
 
     Raises:
-        ArgumentError: `integrity` or `quorum` is unknown; or, on every rank, an environment variable of thinwire's is
-            unusable on some rank, which the message names.
-        ConfigMismatch: on every rank, if ranks differ in `integrity`, `quorum`, THINWIRE_AUTO_BYTES, or the version of
-            the library or of its wire formats.
+        ArgumentError: `quorum` is unknown; or, on every rank, an environment variable of thinwire's is unusable on some
+            rank, which the message names.
+        ConfigMismatch: on every rank, if ranks differ in `quorum`, or in the version of the library or of its wire
+            formats.
         ThinwireError: there is no process group, or this rank is not in it.
         TransportUnavailable: the group has neither Gloo nor NCCL for the device.
         PeerTimeout: another rank did not call the constructor in time.
@@ -106,14 +98,12 @@ class Communicator(Collectives):
         *,
         device: torch.device | str | None = None,
         timeout: float | None = None,
-        integrity: str | None = None,
         quorum: str | None = None,
         _origin: Origin | None = None,
         _store: dist.Store | None = None,
     ) -> None:
         group_source = "torch.distributed's default group" if group is None else "the process group that was passed"
         timeout, problem, self.quorum = _checked_timeout(timeout), environment_problem(), resolve_quorum(quorum)
-        mode = "none" if problem else resolve_integrity(integrity)
         if group is not None and _store is not None:  # a standalone group
             backend, chosen, device_reason = "gloo", torch.device(device or "cpu"), "as passed"
         else:
@@ -129,24 +119,18 @@ class Communicator(Collectives):
             self._give_back.atexit = False
         # Everyone meets here, so that a missing rank shows up now, and because NCCL wants all ranks in a group's first
         # exchange; later ones may leave ranks out.
-        self.auto_bytes = 0 if problem else auto_bytes()
-        own = {
-            "integrity": mode, "quorum": self.quorum, AUTO_VARIABLE: self.auto_bytes, "thinwire": VERSION,
-            "wire_version": WIRE_VERSION,
-        }  # fmt: skip
+        own = {"quorum": self.quorum, "thinwire": VERSION, "wire_version": WIRE_VERSION}
         settings = {name: repr(value) for name, value in own.items()}
-        own_clock, own_host, traced = clock_name(), host_name(), self.recorder.trace is not None
+        own_host = host_name()
 
         def gather(value: object, shape: Any) -> list[Any]:
-            nonlocal traced
-            own = [problem, settings, own_clock, own_host, traced, value]
-            problems, told, clocks, names, tracing, values = zip(
-                *self._gather_short(own, (str | None, {str: str}, str, str, bool, shape)), strict=True
+            own = [problem, settings, own_host, value]
+            problems, told, names, values = zip(
+                *self._gather_short(own, (str | None, {str: str}, str, shape)), strict=True
             )
             require_usable(problems)
             if any(others != settings for others in told):
                 raise ConfigMismatch(describe_mismatch("Communicator", told))
-            self._clocks_differ, traced = any(clock != own_clock for clock in clocks), any(tracing)
             self.hosts = hosts_of(names)
             return list(values)
 
@@ -158,12 +142,6 @@ class Communicator(Collectives):
                     self._standby = Standby.open(self.rank, gather, timeout, self.quorum)
                     exchange.agree = self._standby.agree
                 self.recorder.communicator = secrets.token_hex(8) if self._standby is None else self._standby.name
-                exchange.integrity = mode
-                trace = self.recorder.trace
-                if trace is not None:
-                    trace.name_run(self.recorder.communicator)
-                if traced:
-                    self.join_trace(trace)
             self._log_facts()
         except BaseException:
             exchange.close()
@@ -177,7 +155,6 @@ class Communicator(Collectives):
         *,
         device: torch.device | str = "cpu",
         timeout: float | None = None,
-        integrity: str | None = None,
         quorum: str | None = None,
     ) -> list[Communicator]:
         """Communicators of ranks that are threads of this process, without torch.distributed. Does not wait.
@@ -188,7 +165,7 @@ class Communicator(Collectives):
             world: the state that the ranks share; made for them alone.
             device: where the tensors of all ranks live: "cpu", or one GPU.
             timeout: seconds that a call may wait for a peer; None means 30.
-            integrity, quorum: see the constructor.
+            quorum: see the constructor.
 
         >>> from thinwire.comm.threads import ThreadWorld
         >>> Communicator.of_threads(ThreadWorld(2))[1]
@@ -197,20 +174,16 @@ class Communicator(Collectives):
         timeout, problem = _checked_timeout(timeout), environment_problem()
         if problem is not None:
             raise ArgumentError(problem)
-        integrity = resolve_integrity(integrity)
         chosen = with_index(as_device(device))
         if chosen.type not in ("cpu", "cuda"):
             raise TransportUnavailable(f"threads cannot exchange tensors on {chosen}; accepted: the CPU, CUDA")
         communicators = []
         for rank in range(world.size):
             comm = cls.__new__(cls)
-            comm.quorum, comm.auto_bytes = resolve_quorum(quorum), auto_bytes()
+            comm.quorum = resolve_quorum(quorum)
             exchange = ThreadExchange(world, rank, timeout, chosen)
-            exchange.integrity = integrity
             comm._set_up(exchange, chosen, Origin("the threads of one process", "as passed"), None)
             comm.recorder.communicator, comm.recorder.end = world.identity, weakref.WeakMethod(comm.end_by)
-            if comm.recorder.trace is not None:
-                comm.recorder.trace.name_run(world.identity)
             comm._log_facts()
             communicators.append(comm)
         return communicators
@@ -224,7 +197,7 @@ class Communicator(Collectives):
     ) -> Communicator:
         """The communicator of the ranks that differ from this one only along `axes`. Collective.
 
-        It has this one's device, timeout, integrity and quorum; errors in one do not affect the other. `close()`
+        It has this one's device, timeout and quorum; errors in one do not affect the other. `close()`
         destroys its process group, and over Gloo so does dropping the last reference. Ranks must do either at the same
         place of their program, as torch names some groups by how many there are. If this one leaves out ranks of
         `torch.distributed`'s default group, the process group is kept, as the next split would reuse its store keys.
@@ -266,7 +239,7 @@ class Communicator(Collectives):
     @property
     def settings(self) -> Settings:
         """What is handed on to communicators that are made from this one."""
-        return Settings(self._device, self.timeout, self.integrity, self.quorum)
+        return Settings(self._device, self.timeout, self.quorum)
 
     def _derive(self, groups: Sequence[tuple[int, ...]], settings: Settings, origin: Origin) -> Communicator:
         """The communicator of this rank's group; threads stay on this one's device, and have an origin of their own.
@@ -465,7 +438,6 @@ class Communicator(Collectives):
             *([f"hosts: {describe(self.hosts)}"] if len(self.hosts) > 1 else []),
             f"process group: {owner}",
             f"timeout: {self.timeout:g} s",
-            f"integrity: {self.integrity}",
             f"quorum: {self.quorum}",
             *([f"threads for rows of a large call: {self.cpu_share}"] if self._shares_rows else []),
             *([f"memory of results: {kept / 2**20:.0f} MiB kept"] if (kept := self.result_memory.num_bytes) else []),
@@ -515,7 +487,6 @@ class Communicator(Collectives):
                 ThinwireError("this communicator was closed while a collective was under way, before its wait()")
             )
         self._exchange.close()
-        write_recorder(self.recorder)
         self.recorder.close()
         if self._give_back is not None:
             self._give_back()

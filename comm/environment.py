@@ -6,42 +6,21 @@ import os
 from collections.abc import Sequence
 
 from thinwire.comm.hosts import name_problem
-from thinwire.comm.integrity import resolve_integrity
-from thinwire.comm.recorder.trace_events import current_trace
 from thinwire.comm.resources.cpu_share import cpu_share
-from thinwire.comm.tensors import read_int
 from thinwire.errors import ArgumentError, ThinwireError
 from thinwire.log import follow_environment
 from thinwire.triton_kernels import arrive_scope, collective_launches
 from thinwire.triton_kernels.cpu import BACKEND_VARIABLE, BACKENDS
 from thinwire.wire import WIRE_VARIABLE, WireFormat
 
-AUTO_VARIABLE = "THINWIRE_AUTO_BYTES"
-_AUTO_BYTES = 1 << 18
 _MOST_TEXT = 300  # characters, of a message that peers are told unannounced
-
-
-def auto_bytes() -> int:
-    """The size of a rank's tensor, in bytes, from which `wire="auto"` quantises.
-
-    Raises:
-        ArgumentError: THINWIRE_AUTO_BYTES is no number of bytes.
-    """
-    wanted = os.environ.get(AUTO_VARIABLE) or str(_AUTO_BYTES)
-    found = read_int(wanted)
-    if found is None:
-        raise ArgumentError(f"{AUTO_VARIABLE} is {wanted[:40]!r} in the environment, expected a number of bytes")
-    return found
 
 
 def environment_problem() -> str | None:
     """The first variable of this process that cannot be used, and what is accepted; None: all can be."""
     try:
         follow_environment()
-        resolve_integrity(None)
         cpu_share(None)
-        current_trace()
-        auto_bytes()
         arrive_scope()
         collective_launches()
         if (problem := name_problem()) is not None:

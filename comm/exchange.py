@@ -21,16 +21,14 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.comm.integrity import MODES, Rows, checksums, differing_blocks
 from thinwire.comm.waiting import Waiter, Waiting, first_line, is_timeout
-from thinwire.errors import IntegrityError, PeerTimeout, ThinwireError, TransportUnavailable
-from thinwire.triton_kernels.checksum_seed import seed_of
+from thinwire.errors import PeerTimeout, ThinwireError, TransportUnavailable
 
 #: One entry a rank.
 Buffers = Sequence[Tensor | None]
@@ -78,42 +76,6 @@ class Posted:
         self._exchange.complete(self, block_host=True)
 
 
-class _Arrival(NamedTuple):
-    """A message with its sums, both as they arrived once they have."""
-
-    peer: int
-    call: int
-    message: Tensor
-    sums: Tensor
-    seed: int
-
-
-class _CheckedPosted(Posted):
-    """An exchange, and that of the sums of all that it carries. Waiting for it compares them, and blocks the host."""
-
-    def __init__(
-        self, exchange: Exchange, message: Posted, sums: Posted, arrivals: list[_Arrival], label: str, rows: Rows
-    ) -> None:
-        super().__init__(exchange)
-        self._both = message, sums
-        self._arrivals, self._label, self._rows = arrivals, label, rows
-
-    def wait(self) -> None:
-        self.wait_on_host()
-
-    def wait_on_host(self) -> None:
-        for posted in self._both:
-            posted.wait_on_host()
-        found = [
-            (arrival, blocks)
-            for arrival in self._arrivals
-            if (blocks := differing_blocks(checksums(arrival.message, self._rows, arrival.seed), arrival.sums))
-        ]
-        if found:
-            raise self._exchange.refuse_corrupted(found, self._label, self._rows)
-        self._arrivals.clear()
-
-
 class Dependent(Protocol):
     """What goes other ways than an exchange, and is of no use without it."""
 
@@ -130,20 +92,12 @@ class Exchange(ABC):
         timeout: seconds that a wait on the host may last.
         backend: its name, for people and for what depends on it.
         device_types: whose memory it moves.
-
-    Attributes:
-        integrity: one of `thinwire.comm.integrity.MODES`, the same on all ranks.
-        corrupted: why it is of no more use, if that is what a peer's message was.
     """
-
-    corrupted: IntegrityError | None = None
 
     def __init__(self, rank: int, size: int, timeout: float, backend: str, device_types: Sequence[str]) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         self.backend, self._device_types = backend, device_types
         self._num_sent, self._num_received = [0] * size, [0] * size
-        self.integrity = MODES[0]
-        self._num_summed = [0] * size, [0] * size  # messages with sums, to each rank and from there
         self._dependents: weakref.WeakSet[Dependent] = weakref.WeakSet()
 
     def add_dependent(self, dependent: Dependent) -> None:
@@ -155,68 +109,12 @@ class Exchange(ABC):
         for dependent in list(self._dependents):
             dependent.failure = dependent.failure or failure
 
-    def post(
-        self, sends: Buffers, receives: Buffers, label: str = "", sizes: Sizes | None = None, rows: Rows | None = None
-    ) -> Posted:
+    def post(self, sends: Buffers, receives: Buffers, label: str = "", sizes: Sizes | None = None) -> Posted:
         """Starts the exchange described at `Communicator.post`."""
-        if self.corrupted is not None:
-            earlier = self.corrupted
-            text = f"this communicator's exchange cannot be used any more, make a new one; earlier: {earlier}"
-            raise IntegrityError(text, rank=earlier.rank, rows=earlier.rows, call=earlier.call)
         self._require_usable()
         for name, buffers in (("sends", sends), ("receives", receives)):
             self._check_buffers(name, buffers)
-        sizes = sizes or ((0,) * self.size,) * 2
-        if self.integrity == MODES[0]:
-            return self._start(sends, receives, label, sizes)
-        return self._start_with_sums(sends, receives, label, sizes, rows or Rows())
-
-    def _start_with_sums(
-        self, sends: Buffers, receives: Buffers, label: str, sizes: Sizes, rows: Rows
-    ) -> _CheckedPosted:
-        outgoing: list[Tensor | None] = [None] * self.size
-        arrivals: dict[int, _Arrival] = {}
-        for peer in range(self.size):
-            for receiving, buffer in enumerate((sends[peer], receives[peer])):
-                if buffer is None or not buffer.numel():
-                    continue
-                call, pair = self._num_summed[receiving][peer], (self.rank, peer)
-                self._num_summed[receiving][peer] += 1
-                described = zlib.crc32(f"{label} {sizes[receiving][peer]}".encode()), buffer.numel()
-                seed = seed_of(call, *(pair[::-1] if receiving else pair), *described)
-                if receiving:
-                    sums = buffer.new_empty(16 * -(-buffer.numel() // rows.block_bytes))
-                    arrivals[peer] = _Arrival(peer, call, buffer, sums, seed)
-                else:
-                    outgoing[peer] = checksums(buffer, rows, seed)
-        incoming = [arrivals[peer].sums if peer in arrivals else None for peer in range(self.size)]
-        message = self._start(sends, receives, label, sizes)
-        sums_of_all = self._start(outgoing, incoming, f"checksums of {label}", sizes)
-        return _CheckedPosted(self, message, sums_of_all, [*arrivals.values()], label, rows)
-
-    def refuse_corrupted(self, found: list[tuple[_Arrival, list[int]]], label: str, rows: Rows) -> IntegrityError:
-        """Ends the use of this exchange; gives the error that says why: some blocks of what arrived."""
-        unit = "rows" if rows.num_bytes > 1 else "bytes"
-        named = {arrival.peer: rows.name(blocks, arrival.message.numel()) for arrival, blocks in found}
-        places = (
-            f"{unit} {', '.join(f'{s.start} ... {s.stop - 1}' for s in stretches)} from rank {peer}"
-            for peer, stretches in named.items()
-        )
-        first = found[0][0]
-        text = (
-            f"rank {self.rank} of {self.size}: what arrived is not what was sent, by its checksums: "
-            f"{'; '.join(places)}; in {label or 'an exchange'}, message {first.call} from rank {first.peer}"
-        )
-        # Two, as what is raised gets a traceback, which would hold the callers' tensors.
-        error, self.corrupted = (
-            IntegrityError(text, rank=first.peer, rows=named[first.peer], call=first.call) for _ in range(2)
-        )
-        self._give_up(text)
-        return error
-
-    @abstractmethod
-    def _give_up(self, reason: str) -> None:
-        """Tells the peers, as far as that can be done, that this rank's part is over."""
+        return self._start(sends, receives, label, sizes or ((0,) * self.size,) * 2)
 
     @abstractmethod
     def end(self, missed: Iterable[int], text: str) -> tuple[tuple[int, ...], str]:
@@ -453,11 +351,6 @@ class PeerExchange(Exchange):
     @property
     def lost(self) -> Iterable[int]:
         return () if self.failure is None else self.failure.ranks
-
-    def _give_up(self, reason: str) -> None:
-        # Peers find out when their time is up, and shall not take this rank for lost then.
-        if self.agree is not None:
-            self.agree(())
 
     def leave_to_parent(self) -> None:
         for posted in self._outstanding:

@@ -21,11 +21,8 @@ from thinwire.comm.calls import Attachment, Calls
 from thinwire.comm.exchange import Buffers, Exchange, Posted, Sizes, name_ranks
 from thinwire.comm.groups import group_exists
 from thinwire.comm.hosts import Hosts
-from thinwire.comm.integrity import Rows
-from thinwire.comm.recorder.clocks import compare_clocks
 from thinwire.comm.recorder.flight_files import is_off
 from thinwire.comm.recorder.flight_recorder import FlightRecorder
-from thinwire.comm.recorder.trace_events import Trace
 from thinwire.comm.resources.cpu_share import CpuShare, cpu_share
 from thinwire.comm.resources.result_memory import ResultMemory
 from thinwire.comm.shaped_json import MOST_BYTES, decode, encode
@@ -71,7 +68,6 @@ class HostCollectives(Calls, ABC):
     """What a `Communicator` keeps, and those of its collectives that block the host."""
 
     hosts: Hosts
-    _clocks_differ = False  # of its ranks' hosts
 
     def _set_up(
         self,
@@ -84,30 +80,22 @@ class HostCollectives(Calls, ABC):
         self._exchange, self._device, self._origin, self._group = exchange, device, origin, group
         self._closed, self.hosts = False, (tuple(range(exchange.size)),)  # until the ranks have told theirs
         self._store: dist.Store | None = None  # of a standalone group
-        of_world = _place_in_world(exchange)
         self.recorder = FlightRecorder(
-            exchange.rank, exchange.size, origin.ranks, exchange.backend, exchange.timeout, of_world,
+            exchange.rank, exchange.size, origin.ranks, exchange.backend, exchange.timeout,
             writes=recorded and not is_off(),
         )  # fmt: skip
         self._attachments, self._unfinished, self.prepared = {}, [], {}
-        self.result_memory = ResultMemory(of_world[2])  # the ranks of other groups may share this host, too
+        self.result_memory = ResultMemory(_ranks_in_all(exchange))  # the ranks of other groups may share this host, too
         self._handle = register(self)
 
     @cached_property
     def cpu_share(self) -> CpuShare:
         """How many threads this rank uses for the rows of a large call on the CPU."""
-        return cpu_share(_place_in_world(self._exchange)[2], isinstance(self._exchange, ThreadExchange))
+        return cpu_share(_ranks_in_all(self._exchange), isinstance(self._exchange, ThreadExchange))
 
     def log(self, text: str, level: int = logging.INFO) -> None:
         """Tells the logger of a choice, at this rank."""
         LOGGER.log(level, "rank %d of %d: %s", self.rank, self.size, text)
-
-    def join_trace(self, trace: Trace | None) -> None:
-        """Compares clocks where ranks have different ones; then it is collective."""
-        if self._clocks_differ:
-            clock = compare_clocks(self._exchange, self._exchange_device)
-            if trace is not None:
-                trace.set_clock(clock, self.size)
 
     @property
     def rank(self) -> int:
@@ -141,11 +129,6 @@ class HostCollectives(Calls, ABC):
     def timeout(self) -> float:
         """Seconds that a call may wait for a peer."""
         return self._exchange.timeout
-
-    @property
-    def integrity(self) -> str:
-        """ "checksum" if receivers compare all data with checksums that the sender made, else "none"."""
-        return self._exchange.integrity
 
     @property
     def closed(self) -> bool:
@@ -207,9 +190,7 @@ class HostCollectives(Calls, ABC):
                 "communicator over an NCCL group, or one with device='cpu'"
             )
 
-    def post(
-        self, sends: Buffers, receives: Buffers, label: str = "", sizes: Sizes | None = None, rows: Rows | None = None
-    ) -> Posted:
+    def post(self, sends: Buffers, receives: Buffers, label: str = "", sizes: Sizes | None = None) -> Posted:
         """Starts sending `sends[r]` to rank r and filling `receives[r]` from rank r, for every peer r.
 
         Both ranks of a pair know what they exchange: `sends[b]` on rank a has the length of `receives[a]` on rank b.
@@ -222,7 +203,6 @@ class HostCollectives(Calls, ABC):
                 bytes of one kind are never taken for another; NCCL has no such check.
             sizes: how much goes to each rank and comes from it, in the caller's unit. Compared like the label, as
                 messages of different sizes may have the same number of bytes.
-            rows: the rows of the messages, for errors that name a part; the same at both ends.
 
         Returns:
             A handle: call its `wait` before you read or write the buffers.
@@ -230,11 +210,10 @@ class HostCollectives(Calls, ABC):
         Raises:
             ThinwireError, TransportUnavailable: an entry cannot be exchanged; nothing was sent.
             PeerTimeout: the connection to a peer is lost. No further exchange is possible over this process group.
-            IntegrityError: an earlier message was corrupted. `wait` raises it for messages of this exchange.
         """
         self.require_open()
         self.settle()
-        return self._exchange.post(sends, receives, label, sizes, rows)
+        return self._exchange.post(sends, receives, label, sizes)
 
     def attached(self, key: str, make: Callable[[], _A] | None = None) -> _A | Any:
         """What `make` returned at the first call with this key; closed when the communicator is.
@@ -471,14 +450,11 @@ def _unpickled(rank: int, message: bytes) -> Any:
         ) from error
 
 
-def _place_in_world(exchange: Exchange) -> tuple[int | None, int, int]:
-    """What tells ranks that are threads apart, the rank among all that there are, and their number."""
+def _ranks_in_all(exchange: Exchange) -> int:
+    """How many there are, also of groups that this rank is none of."""
     if isinstance(exchange, ThreadExchange):
-        world = exchange.world
-        return world.members[exchange.rank], world.members[exchange.rank], world.num_ranks
-    if dist.is_initialized():
-        return None, dist.get_rank(), dist.get_world_size()
-    return None, exchange.rank, exchange.size
+        return exchange.world.num_ranks
+    return dist.get_world_size() if dist.is_initialized() else exchange.size
 
 
 def describe_mismatch(what: str, by_rank: Sequence[Mapping[str, str]]) -> str:

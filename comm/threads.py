@@ -311,9 +311,6 @@ class ThreadExchange(Exchange):
     def lost(self) -> Iterable[int]:
         return self.world.lost(self.rank)
 
-    def _give_up(self, reason: str) -> None:
-        self.world.leave(self.rank, reason)
-
     def close(self) -> None:
         # Takes back what no peer took yet; peers that wait for this rank raise PeerTimeout.
         self.world.leave(self.rank, f"rank {self.rank} of {self.size} closed its communicator, or returned")

@@ -64,7 +64,7 @@ cores. No call can take less than either of the last two (`python -m benchmarks.
 def page() -> str:
     """The whole page."""
     of_kernels = _one_gpu(), _machine_code(), _speed_of_light(), _latency(), _small_collectives()
-    rest = _codec(), _collective_accuracy(), _safety(), *of_kernels, _not_shown()
+    rest = _codec(), _collective_accuracy(), _flight_recorder(), *of_kernels, _not_shown()
     parts = (_one_host(), _links(), _result_memory(), *rest)
     return "\n".join((_HEAD, *parts))
 
@@ -297,23 +297,12 @@ def _collective_accuracy() -> str:
     )
 
 
-def _safety() -> str:
-    integrity, recorder = _read("integrity"), _read("flight_recorder")
-    ratios: dict[tuple[str, str], list[float]] = {}
-    for figure in integrity["figures"]:
-        ratios.setdefault((figure["call"].split()[0], figure["transport"]), []).append(figure["ratio"])
-    rows = [
-        [operation, transport, f"{min(found):.2f} ... {max(found):.2f}"]
-        for (operation, transport), found in ratios.items()
-    ]
+def _flight_recorder() -> str:
     return "\n".join(
         (
-            "## What safety costs\n",
-            'Time of calls with `integrity="checksum"`, which are staged, divided by the time without, from the least '
-            "to the most of all\nsizes and formats measured. Without checksums `auto` is the direct transport here:\n",
-            _table(["operation", "transport", "times"], rows),
-            f"The flight recorder takes {recorder['entry_ns']['on']:.0f} ns for each entry.\n",
-            _source("integrity", "flight_recorder"),
+            "## What the flight recorder costs\n",
+            f"It takes {_read('flight_recorder')['entry_ns']['on']:.0f} ns for each entry.\n",
+            _source("flight_recorder"),
         )
     )
 

@@ -17,12 +17,12 @@ from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.work import Work
 from thinwire.errors import CountsError
 from thinwire.fused.all_to_all import all_to_all_v
-from thinwire.fused.codec import resolve_wire
+from thinwire.fused.codec import named_wire, resolve_wire
 from thinwire.fused.counts import Counts, parse_integers
 from thinwire.fused.gradients import Operation, require_linear, wants_gradient
 from thinwire.fused.operations import in_graphs, on_communicator
 from thinwire.fused.partition import gathered_parts
-from thinwire.fused.prepared import check_out, named_wires, overlap, prepared
+from thinwire.fused.prepared import check_out, overlap, prepared
 from thinwire.fused.prepared_collective import PreparedCollective
 from thinwire.fused.staged_collective import GatherLeg
 from thinwire.triton_kernels.leg_layout import ALL_GATHER
@@ -67,7 +67,7 @@ def all_gather(
             groups consecutive ones share a scale (`int8:row`: 4096 of them, or 1024 in short messages); `none` takes
             any dtype.
         out: [size * rows, ...], filled in place; x may be this rank's place in it.
-        wire: the format in transit; None means THINWIRE_WIRE, else int8. "auto" sends small messages exactly.
+        wire: the format in transit; None means THINWIRE_WIRE, else int8.
         comm: a communicator, a process group, or a DeviceMesh of one axis; None means the one that `init` made.
         transport: "direct", "staged", "two_level", or "auto": direct where every rank can map every peer's memory; two
             levels on CPU ranks of several hosts with equally many ranks, more than one; else staged; see
@@ -101,16 +101,8 @@ def all_gather(
     >>> comm.close()
     """
     comm = communicator_or_default(comm)
-    return find_all_gather(comm, x, wire, transport)(comm, x, out, async_op, grad_wire)
-
-
-def find_all_gather(
-    comm: Communicator, x: torch.Tensor, wire: str | WireFormat | None = None, transport: str = "auto"
-) -> PreparedAllGather:
-    """The call of these arguments, for tensors like x."""
-    return prepared(
-        comm, PreparedAllGather, x, "all_gather", transport, None, *named_wires(comm, "all_gather", x, [wire])
-    )
+    call = prepared(comm, PreparedAllGather, x, "all_gather", transport, None, named_wire(wire))
+    return call(comm, x, out, async_op, grad_wire)
 
 
 @on_communicator
@@ -132,7 +124,7 @@ def all_gather_v(
         counts: rows of every rank, list of ints or integer tensor [size], the same on all ranks. None: they are
             exchanged first, which blocks the host.
         out: [sum of counts, ...].
-        wire, comm, transport, async_op, grad_wire: see `all_gather`; "auto" is not for messages whose sizes differ.
+        wire, comm, transport, async_op, grad_wire: see `all_gather`.
 
     Returns:
         The output, [sum of counts, ...], or a Work.
@@ -141,7 +133,7 @@ def all_gather_v(
         CountsError: counts that do not fit; else see `all_gather`.
     """
     comm = communicator_or_default(comm)
-    (wire,) = named_wires(comm, "all_gather_v", x, [wire], alike=False)
+    wire = named_wire(wire)
     if counts is not None:
         counts = tuple(parse_integers(counts, comm.size, "counts"))
         call = prepared(comm, PreparedAllGather, x, "all_gather_v", transport, counts, wire)

@@ -14,10 +14,11 @@ import torch
 
 from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.work import Work
+from thinwire.fused.codec import named_wire
 from thinwire.fused.gradients import Operation
 from thinwire.fused.operations import in_graphs
 from thinwire.fused.partition import split_parts
-from thinwire.fused.prepared import named_op, named_wires, prepared
+from thinwire.fused.prepared import named_op, prepared
 from thinwire.fused.prepared_collective import PreparedCollective
 from thinwire.fused.staged_collective import GatherLeg, ScatterLeg
 from thinwire.triton_kernels.leg_layout import ALL_REDUCE
@@ -50,8 +51,7 @@ def all_reduce(
         op: "sum"; with both wires `none` also what `Communicator.all_reduce` takes. Sums of float32, float16 and
             bfloat16 are made in float32, in ascending rank, and rounded once; everything else is torch.distributed's.
         out: of x's shape, contiguous, filled in place; x itself is accepted.
-        wire: the format of the first leg, in which the summands travel; None means THINWIRE_WIRE, else int8. "auto"
-            sends small messages exactly, on both legs.
+        wire: the format of the first leg, in which the summands travel; None means THINWIRE_WIRE, else int8.
         gather_wire: the format of the second leg, in which the sums travel; None means `wire`. "none" is about a third
             more accurate, and the second leg takes 16 bits an element.
         comm, transport, async_op: see `all_gather`. On an NVIDIA GPU, direct is one launch for a small tensor (at most
@@ -79,21 +79,10 @@ def all_reduce(
     >>> comm.close()
     """
     comm = comm if type(comm) is Communicator else communicator_or_default(comm)
-    return find_all_reduce(comm, x, op, wire, gather_wire, transport)(comm, x, out, async_op, grad_wire)
-
-
-def find_all_reduce(
-    comm: Communicator,
-    x: torch.Tensor,
-    op: object = "sum",
-    wire: str | WireFormat | None = None,
-    gather_wire: str | WireFormat | None = None,
-    transport: str = "auto",
-) -> PreparedAllReduce:
-    """The call of these arguments, for tensors like x."""
     op = named_op(comm, x, op)
-    legs = named_wires(comm, "all_reduce", x, [wire] if gather_wire is None else [wire, gather_wire], op=op)
-    return prepared(comm, PreparedAllReduce, x, op, transport, *legs)
+    legs = [named_wire(wire)] if gather_wire is None else [named_wire(wire), gather_wire]
+    call = prepared(comm, PreparedAllReduce, x, op, transport, *legs)
+    return call(comm, x, out, async_op, grad_wire)
 
 
 class PreparedAllReduce(PreparedCollective):

@@ -17,10 +17,10 @@ from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.comm.shaped_json import OneOf
 from thinwire.comm.work import Work
-from thinwire.errors import ArgumentError, CountsError
+from thinwire.errors import CountsError
 from thinwire.fused.backend import select_backend
-from thinwire.fused.channel import PIECES, Channel, RecvBuffer, Route, channel_layout, traffic_of
-from thinwire.fused.codec import resolve_wire
+from thinwire.fused.channel import PIECES, Channel, RecvBuffer, Route, channel_layout
+from thinwire.fused.codec import named_wire, resolve_wire
 from thinwire.fused.counts import (
     Counts,
     Segments,
@@ -34,7 +34,7 @@ from thinwire.fused.device_channel import DeviceChannel
 from thinwire.fused.gradients import Operation
 from thinwire.fused.host_channel import HostChannel
 from thinwire.fused.operations import in_graphs
-from thinwire.fused.prepared import PreparedCall, check_out, named_wires, prepared
+from thinwire.fused.prepared import PreparedCall, check_out, prepared
 from thinwire.fused.staged_all_to_all import StagedRows
 from thinwire.fused.transport import choose, open_direct, uses_triton
 from thinwire.wire import WireFormat
@@ -111,8 +111,7 @@ def all_to_all_v(
         out: filled in place; rows that no segment covers stay as they are. Without it the output has
             `max(displ + count)` rows, and gaps are zero. Exact rows between CPU ranks are copied once less into a
             tensor of `thinwire.empty`.
-        wire: the format in transit; None means THINWIRE_WIRE, else int8. "auto", for equal splits alone, sends small
-            messages exactly.
+        wire: the format in transit; None means THINWIRE_WIRE, else int8.
         comm: a communicator, a process group, or a DeviceMesh of one axis; None means the one that `init` made.
         transport: "direct", "staged", or "auto": direct where every rank can map every peer's memory, else staged. That
             is settled in a communicator's first call, alike on all ranks; `comm.explain()` says how and why. On CUDA,
@@ -150,33 +149,15 @@ def all_to_all_v(
     >>> comm.close()
     """
     comm = comm if type(comm) is Communicator else communicator_or_default(comm)
-    call = find_all_to_all_v(
-        comm, x, send_counts, recv_counts, send_displs, recv_displs, wire, transport, check
-    )  # fmt: skip
-    return call(comm, x, out, async_op, grad_wire)
-
-
-def find_all_to_all_v(
-    comm: Communicator,
-    x: torch.Tensor,
-    send_counts: Counts | None = None,
-    recv_counts: Counts | None = None,
-    send_displs: Counts | None = None,
-    recv_displs: Counts | None = None,
-    wire: str | WireFormat | None = None,
-    transport: str = "auto",
-    check: bool = False,
-) -> PreparedAllToAllV:
-    """The call of these arguments, for tensors like x."""
-    (wire,) = named_wires(comm, "all_to_all_v", x, [wire], alike=send_counts is None)
     size = comm.size
-    return prepared(
-        comm, PreparedAllToAllV, x, wire, transport, bool(check),
+    call = prepared(
+        comm, PreparedAllToAllV, x, named_wire(wire), transport, bool(check),
         None if send_counts is None else _parsed(send_counts, size, "send_counts"),
         None if recv_counts is None else _parsed(recv_counts, size, "recv_counts"),
         None if send_displs is None else _parsed(send_displs, size, "send_displs"),
         None if recv_displs is None else _parsed(recv_displs, size, "recv_displs"),
     )  # fmt: skip
+    return call(comm, x, out, async_op, grad_wire)
 
 
 def _parsed(values: Counts, size: int, name: str) -> tuple[int, ...]:
@@ -221,7 +202,6 @@ class PreparedAllToAllV(PreparedCall):
                 )
             self.receives = receive_segments(receives, self._recv_displs, None)
             self._rows = self.receives.rows
-            self.out_shape = (self._rows, *x.shape[1:])
             details += ("recv_counts", receives)
         self._recorded = self.what, self.shape, self.dtype, self.wire, transport, details
         self.tail, self._any_rows = x.shape[1:], (-1, *x.shape[1:])
@@ -232,14 +212,14 @@ class PreparedAllToAllV(PreparedCall):
         """See `PreparedCall.reversible`: how many rows come."""
         if self.receives is not None:
             return self
-        sends, receives = self.sends.counts, comm.exchange_counts(self.sends.counts)
-        numbers = sends, receives, self._send_displs, self._recv_displs
-        return find_all_to_all_v(comm, x, *numbers, self.wire, self.transport, self._check)
+        sends = self.sends.counts
+        numbers = sends, comm.exchange_counts(sends), self._send_displs, self._recv_displs
+        parsed = (None if values is None else tuple(values) for values in numbers)
+        return prepared(comm, PreparedAllToAllV, x, self.wire, self.transport, self._check, *parsed)
 
     def back(self, comm: Communicator, grad_wire: str | WireFormat) -> Operation:
-        """See `PreparedCall.back`."""
-        if self.receives is None:
-            raise ArgumentError("all_to_all_v was prepared without recv_counts; pass them for a way back")
+        """See `PreparedCall.back`: of what `reversible` gave."""
+        assert self.receives is not None
         return _backward(
             self.shape, self.sends.counts, self.receives.counts, self._send_displs, self._recv_displs, grad_wire,
             comm, self.transport, self._check,
@@ -256,8 +236,6 @@ class PreparedAllToAllV(PreparedCall):
         with comm.call(*self._recorded) as call:
             carrier = self._carrier or self._choose(comm)
             call.takes(carrier.name)
-            if comm.recorder.track is not None:
-                comm.sent(traffic_of, x, self.sends.counts, comm.rank, self.wire)
             if self._check:
                 expected = None if self.receives is None else self.receives.counts
                 counts = _compare_with_peers(x, self.sends, expected, self.wire, comm)

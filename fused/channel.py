@@ -10,8 +10,7 @@ sends in this epoch, and raises `CountsError` at the end.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +20,6 @@ import torch
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Exchange
 from thinwire.comm.memory.symmetric import SymmetricMemory
-from thinwire.comm.recorder.trace_events import Traffic
 from thinwire.errors import CapacityError, ThinwireError
 from thinwire.fused.backend import Backend, select_backend
 from thinwire.fused.counts import Segments, dense_segments, new_rows
@@ -337,14 +335,3 @@ def _unpacked_into(placed: RecvBuffer, wire: WireFormat, record_bytes: int, back
         return out
 
     return RecvBuffer(dense_segments(counts), received, unpack)
-
-
-def traffic_of(x: torch.Tensor, send_counts: Sequence[int], rank: int, wire: WireFormat) -> Traffic:
-    """What a rank sends to others of the rows of x, or of the elements of a 1-D tensor."""
-    others = [count for peer, count in enumerate(send_counts) if peer != rank]
-    width = math.prod(x.shape[1:])
-    logical = wire_bytes = sum(others) * width * x.itemsize
-    if wire.quantized:
-        records = sum(others) if x.dim() > 1 else sum(-(-count // FLAT_ROW) for count in others)
-        wire_bytes = records * wire.row_bytes(width if x.dim() > 1 else FLAT_ROW, x.dtype) if width else 0
-    return Traffic(sum(others), logical, wire_bytes)

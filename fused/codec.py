@@ -102,16 +102,16 @@ def resolve_wire(wire: str | WireFormat | None) -> WireFormat:
     Raises:
         WireFormatError: for a name that is not a format.
     """
-    if isinstance(wire, WireFormat):
-        return wire
-    if wire is not None and not isinstance(wire, str):
-        return WireFormat.parse(wire)  # which says what is accepted
-    return _parse(default_wire() if wire is None else wire)
+    named = named_wire(wire)
+    if isinstance(named, WireFormat):
+        return named
+    # Of what is no text, WireFormat says what is accepted.
+    return _parse(named) if isinstance(named, str) else WireFormat.parse(named)
 
 
-def default_wire() -> str:
-    """The name of the format of calls that pass none, whatever it names: the variable THINWIRE_WIRE, else int8."""
-    return os.environ.get(WIRE_VARIABLE) or "int8"
+def named_wire(wire: str | WireFormat | None) -> str | WireFormat:
+    """What was passed; for None the name in THINWIRE_WIRE, whatever it names, else int8."""
+    return wire if wire is not None else os.environ.get(WIRE_VARIABLE) or "int8"
 
 
 @functools.lru_cache(maxsize=64)

@@ -61,8 +61,7 @@ def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None, comm: G
         ArgumentError: a shape or a dtype that no tensor has; before peers hear of the call.
         ConfigMismatch: on every rank, that ranks passed different ones.
         CapacityError: there is less memory.
-        TransportUnavailable: some rank is not a CPU rank that can map its peers' memory, with numba's kernels, and why;
-            or messages have checksums (`integrity`).
+        TransportUnavailable: some rank is not a CPU rank that can map its peers' memory, with numba's kernels, and why.
             On CUDA always: there peers store into slots, and kernels copy out of these.
         PeerTimeout: a peer did not take part.
 

@@ -9,9 +9,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-import torch
-
-from thinwire.comm.recorder.trace_events import Traffic
 from thinwire.fused.counts import Segments, dense_segments
 from thinwire.fused.row_signature import describe_wire_word, wire_word
 from thinwire.wire import WireFormat
@@ -53,23 +50,6 @@ def gathered_parts(counts: Sequence[int]) -> tuple[Segments, int]:
     (Segments(counts=[3, 0, 5000], displs=[0, 3, 3]), 4096)
     """
     return dense_segments(list(counts)), row_elements(max(counts))
-
-
-def traffic_of(
-    op: int, parts: Segments, row: int, rank: int, wires: Sequence[WireFormat], dtype: torch.dtype
-) -> Traffic:
-    """What a rank sends to others in a collective: on its first leg their parts, on its second its own to each."""
-    rows, peers = [-(-count // row) for count in parts.counts], len(parts.counts) - 1
-    legs = [
-        (sum(rows) - rows[rank], sum(parts.counts) - parts.counts[rank], wires[0]),
-        (peers * rows[rank], peers * parts.counts[rank], wires[-1]),
-    ]
-    sent = {"all_reduce": legs, "reduce_scatter": legs[:1], "all_gather": legs[1:]}[_OPS[op]]
-    return Traffic(
-        sum(rows for rows, _, _ in sent),
-        sum(elements for _, elements, _ in sent) * dtype.itemsize,
-        sum(rows * wire.row_bytes(row, dtype) for rows, _, wire in sent),
-    )
 
 
 def signature_of(

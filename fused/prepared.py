@@ -1,8 +1,7 @@
 """What follows from a call's arguments is settled once, and kept for calls that differ in their tensors alone.
 
-Each collective looks its arguments up (`prepared`), and runs what it finds there with its tensors; `thinwire.prepare`
-gives that to a caller. There is no other way into a collective, so calls give the same whether they were made before or
-not.
+Each collective looks its arguments up (`prepared`), and runs what it finds there with its tensors. There is no other
+way into a collective, so calls give the same whether they were made before or not.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from thinwire.comm.exact.p2p import extent
 from thinwire.comm.exact.reductions import Reduction
 from thinwire.comm.tensors import is_plain, overwrite, require_dense
 from thinwire.comm.work import Work
-from thinwire.errors import CountsError, TransportUnavailable, WireFormatError
-from thinwire.fused.codec import FLOAT_DTYPES, default_wire, require_float, resolve_wire
+from thinwire.errors import CountsError, TransportUnavailable
+from thinwire.fused.codec import require_float
 from thinwire.fused.gradients import Operation, require_linear, with_gradient
 from thinwire.fused.transport import check_transport
 from thinwire.wire import WireFormat
@@ -36,7 +35,6 @@ class PreparedCall(ABC):
 
     Attributes:
         reduction: what it does to the ranks' tensors, if anything.
-        out_shape: of the result; None where it is not known how many rows come.
 
     Args:
         what: the collective's name.
@@ -48,7 +46,6 @@ class PreparedCall(ABC):
     """
 
     reduction: object = "sum"
-    out_shape: tuple[int, ...] | None = None
 
     def __init__(
         self, comm: Communicator, what: str, x: torch.Tensor, wires: Sequence[WireFormat], transport: str
@@ -110,52 +107,6 @@ def prepared(comm: Communicator, make: Callable[..., _C], x: torch.Tensor, *argu
             comm.prepared.clear()
         comm.prepared[key] = found
     return found
-
-
-def named_wires(
-    comm: Communicator,
-    what: str,
-    x: torch.Tensor,
-    wires: Sequence[str | WireFormat | None],
-    alike: bool = True,
-    op: object = "sum",
-) -> Sequence[str | WireFormat | None]:
-    """The wires of a call's legs, with what None and "auto" stand for at this moment.
-
-    "auto" is `none` for tensors below `comm.auto_bytes`, as quantising those takes longer than it saves, and for what
-    is no float. From which size on it pays depends on the operation, the ranks and what is between them: `thinwire
-    bench` shows it. THINWIRE_AUTO_BYTES sets it, for all operations; it must be the same on all ranks.
-
-    Args:
-        alike: whether all ranks' messages have one size.
-        op: of a reduction; only sums are quantised.
-
-    Raises:
-        WireFormatError: "auto" for messages of different sizes, or THINWIRE_WIRE names no format.
-    """
-    for wire in wires:
-        if wire is None or _is_auto(wire):
-            break
-    else:
-        return wires  # without more ado
-    if not any(map(_is_auto, wires)):
-        return [default_wire() if wire is None else wire for wire in wires]
-    comm.check_device("x", x)
-    chosen = WireFormat("none")
-    if Reduction.of(op, x.dtype).name == "sum":
-        if not alike:
-            raise WireFormatError(
-                f'{what}: wire="auto" needs messages of one size on all ranks, which would take different paths '
-                "otherwise; pass a wire format"
-            )
-        by_default = resolve_wire(None)
-        if x.dtype in FLOAT_DTYPES and x.nbytes >= comm.auto_bytes:
-            chosen = by_default if by_default.quantized else WireFormat.parse("int8")
-    return [chosen if _is_auto(wire) else resolve_wire(wire) for wire in wires]
-
-
-def _is_auto(wire: object) -> bool:
-    return isinstance(wire, str) and wire == "auto"
 
 
 def named_op(comm: Communicator, x: torch.Tensor, op: object) -> object:

@@ -14,7 +14,6 @@ from thinwire.errors import WireFormatError
 from thinwire.fused.codec import FLOAT_DTYPES, resolve_wire
 from thinwire.fused.collective import DirectCollectives, open_collectives
 from thinwire.fused.counts import Segments
-from thinwire.fused.partition import traffic_of
 from thinwire.fused.prepared import PreparedCall, check_out
 from thinwire.fused.staged_collective import StagedCollectives
 from thinwire.fused.transport import choose
@@ -92,11 +91,6 @@ class PreparedCollective(PreparedCall):
             call.takes(carrier.name)
             target = comm.result_memory.new_empty(x, self.out_shape) if out is None else out
             finish = carrier.begin(comm, self, x, target)
-            if comm.recorder.track is not None and not self.exactly:
-                parts, rank = self.parts, comm.rank
-                if isinstance(carrier, TwoLevelCollectives):
-                    parts, rank = carrier.between_hosts(parts, rank)
-                comm.sent(traffic_of, self.op, parts, self.row, rank, self.wires, self.dtype)
 
             def end() -> torch.Tensor:
                 if finish is not None:

@@ -16,10 +16,11 @@ from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.work import Work
 from thinwire.errors import CountsError
 from thinwire.fused.all_gather import all_gather
+from thinwire.fused.codec import named_wire
 from thinwire.fused.gradients import Operation
 from thinwire.fused.operations import in_graphs
 from thinwire.fused.partition import gathered_parts
-from thinwire.fused.prepared import named_op, named_wires, prepared
+from thinwire.fused.prepared import named_op, prepared
 from thinwire.fused.prepared_collective import PreparedCollective
 from thinwire.fused.staged_collective import ScatterLeg
 from thinwire.triton_kernels.leg_layout import REDUCE_SCATTER
@@ -51,7 +52,7 @@ def reduce_scatter(
         op: "sum"; with wire `none` also what `Communicator.reduce_scatter` takes. Sums of float32, float16 and
             bfloat16 are made in float32, in ascending rank, and rounded once; everything else is torch.distributed's.
         out: [rows, ...], filled in place; it may be this rank's own share of x.
-        wire: the format in transit; None means THINWIRE_WIRE, else int8. "auto" sends small messages exactly.
+        wire: the format in transit; None means THINWIRE_WIRE, else int8.
         comm, transport, async_op: see `all_gather`.
 
         grad_wire: the format of what travels in backward; "none" sends gradients as they are. See
@@ -75,20 +76,9 @@ def reduce_scatter(
     >>> comm.close()
     """
     comm = communicator_or_default(comm)
-    return find_reduce_scatter(comm, x, op, wire, transport)(comm, x, out, async_op, grad_wire)
-
-
-def find_reduce_scatter(
-    comm: Communicator,
-    x: torch.Tensor,
-    op: object = "sum",
-    wire: str | WireFormat | None = None,
-    transport: str = "auto",
-) -> PreparedReduceScatter:
-    """The call of these arguments, for tensors like x."""
     op = named_op(comm, x, op)
-    (wire,) = named_wires(comm, "reduce_scatter", x, [wire], op=op)
-    return prepared(comm, PreparedReduceScatter, x, op, transport, wire)
+    call = prepared(comm, PreparedReduceScatter, x, op, transport, named_wire(wire))
+    return call(comm, x, out, async_op, grad_wire)
 
 
 class PreparedReduceScatter(PreparedCollective):

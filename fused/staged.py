@@ -18,7 +18,6 @@ import torch
 
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Posted, Sizes
-from thinwire.comm.integrity import Rows
 from thinwire.fused.counts import dense_segments
 
 #: Bytes of the first piece of a pair's records, and of the longest. Over Gloo each costs posts, waits and wake-ups,
@@ -117,8 +116,7 @@ class StagedExchange:
                 if shares[comm.rank]:  # else whoever posts fills in his own
                     incoming[comm.rank].copy_(outgoing[comm.rank])
             phase("post")
-            rows = Rows(record_bytes, start)
-            work = comm.post(_for_peers(outgoing, comm.rank), _for_peers(incoming, comm.rank), label, sizes, rows)
+            work = comm.post(_for_peers(outgoing, comm.rank), _for_peers(incoming, comm.rank), label, sizes)
             pieces.append((work, start, stop))
         return cls(received, pieces, phase)
 

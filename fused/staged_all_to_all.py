@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 
 from thinwire.comm import Communicator
-from thinwire.comm.integrity import Rows
 from thinwire.fused.backend import select_backend
 from thinwire.fused.channel import FLAT_ROW, RecvBuffer, RowCall
 from thinwire.fused.counts import Segments, dense_segments
@@ -51,8 +50,7 @@ def _post_exact(x: torch.Tensor, sends: Segments, placed: RecvBuffer, comm: Comm
         return [as_bytes(rows) if len(rows) and peer != comm.rank else None for peer, rows in enumerate(views)]
 
     received[comm.rank].copy_(sent[comm.rank])
-    rows, label = Rows(x.itemsize * math.prod(x.shape[1:])), f"all_to_all_v {x.dtype} {list(x.shape[1:])}"
-    work = comm.post(byte_views(sent), byte_views(received), label, rows=rows)
+    work = comm.post(byte_views(sent), byte_views(received), f"all_to_all_v {x.dtype} {list(x.shape[1:])}")
 
     def finish() -> torch.Tensor:
         work.wait()

@@ -156,8 +156,6 @@ def open_direct(
         comm.log(f"{name}: staged, as {reason}")
         return found
 
-    if comm.integrity != "none":  # alike on all ranks
-        return refusal("checksums (integrity='checksum') are of messages, and the direct transport sends none")
     if ranks is None and len(comm.hosts) > 1:
         return refusal(f"its ranks are on several hosts: {describe(comm.hosts)}")
     told = comm.all_gather_data((_why_not(comm), _own_cores()), (str | None, [int]))

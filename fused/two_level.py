@@ -92,10 +92,6 @@ class TwoLevelCollectives(Attachment):
             f"{KEY}: two levels, staged between hosts; in this one {self._within.describe().removeprefix(f'{KEY}: ')}"
         )
 
-    def between_hosts(self, parts: Segments, rank: int) -> tuple[Segments, int]:
-        """The parts that travel between hosts where this rank's does, and the place of this rank's among them."""
-        return _of(parts, self._rail), self._rail.index(rank)
-
     def begin(self, comm: Communicator, call: CollectiveCall, x: torch.Tensor, out: torch.Tensor) -> None:
         """The whole call; see `StagedCollectives.begin`. Waits here: later calls use the same memory in the host."""
         x, out = flat(x.detach()), out.detach().view(-1)

@@ -13,10 +13,10 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from thinwire.comm.recorder.trace_events import Traffic
 from thinwire.comm.tensors import overwrite
 from thinwire.compiler import opaque
 from thinwire.errors import LaneError, RoutingError
@@ -29,6 +29,21 @@ from thinwire.triton_kernels.round_layout import ABANDONED
 
 #: What experts give back.
 ExpertRows = torch.Tensor | WireRows
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a leg of a round sends from this rank to other ranks; rows that stay are not counted.
+
+    Attributes:
+        rows: records sent.
+        logical_bytes: what the rows hold in their own dtype.
+        wire_bytes: what is sent instead: records, and on the dispatch leg expert ids and router weights too.
+    """
+
+    rows: int
+    logical_bytes: int
+    wire_bytes: int
 
 
 class Dispatched(OnLane, ABC):
@@ -184,10 +199,8 @@ class Dispatched(OnLane, ABC):
         return self.gather_routing(self._num_rows)
 
     def _gather_linked(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        comm, gather = self._rounds.config.comm, functools.partial(self._gather, capacity, self._has_gradients)
-        if self._link is None and comm.recorder.track is None:
-            return gather()
-        with comm.recorder.aside("unpack"):
+        gather = functools.partial(self._gather, capacity, self._has_gradients)
+        with self._rounds.config.comm.recorder.aside("unpack"):
             return gather() if self._link is None else self._link.gather(gather)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -412,12 +425,6 @@ class Dispatched(OnLane, ABC):
         config = self._rounds.config
         rows = sum(counts) - counts[config.comm.rank]
         return Traffic(rows, rows * config.hidden_size * self._dtype.itemsize, rows * record_bytes + beside)
-
-    def _tell_traffic(self, leg: str) -> None:
-        """Tells a trace what was sent in a leg that is over; on CUDA, direct ones would have to wait for it."""
-        comm = self._rounds.config.comm
-        if comm.recorder.track is not None and not self._rounds.on_gpu:
-            comm.sent(getattr, self, f"{leg}_traffic")
 
     def _require_open(self) -> None:
         if not self.is_open:

@@ -116,5 +116,4 @@ class StartedCombine(Started):
                 self.end()
             else:
                 rounds.open_rounds[self.lane] = self
-        d._tell_traffic("combine")
         return out

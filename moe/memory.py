@@ -70,8 +70,7 @@ def plan_memory(
         rank: whose memory; the first `num_experts % ranks` own one expert more.
         heap: where symmetric memory comes from: "cuda" for GPUs, "posix" for CPU ranks that are processes, "threads"
             for CPU ranks that are threads. On the CPU with numba's kernels, which are those that are taken there.
-        transport: with "auto" every rank is taken to be able to map every peer's memory; with `integrity="checksum"`
-            pass "staged".
+        transport: with "auto" every rank is taken to be able to map every peer's memory.
 
     Raises:
         ArgumentError: `ranks`, `rank` or `heap` that cannot be.

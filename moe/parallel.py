@@ -189,7 +189,6 @@ class ExpertParallel:
             CapacityError: more than max_tokens tokens.
             LaneError: no such lane, or closed.
             PeerTimeout: a peer did not answer in time.
-            IntegrityError: with `integrity="checksum"`, what arrived is not what was sent.
         """
         return self._begin_round((x, topk_ids, topk_weights), lane, layer, whole=True).d
 
@@ -217,7 +216,7 @@ class ExpertParallel:
 
         Raises:
             LaneError: it was finished before, a later dispatch took its lane, or it is not this object's.
-            RoutingError, PeerTimeout, IntegrityError: as `dispatch`. It is over then.
+            RoutingError, PeerTimeout: as `dispatch`. It is over then.
         """
         return self._open(started, self._finish(started, StartedDispatch, "dispatch"))
 
@@ -249,7 +248,6 @@ class ExpertParallel:
             raise
 
     def _open(self, started: StartedDispatch, d: Dispatched) -> Dispatched:
-        d._tell_traffic("dispatch")
         if started.gradients is not None:
             started.gradients.plan = self._assembly.gradient_plan(d, started.wants, *started.graph)
             d._link, d._has_gradients = started.link, True
@@ -322,7 +320,7 @@ class ExpertParallel:
                 round open, and has gone on to its next dispatch: the sums of its experts are missing, and the round is
                 over.
             WireFormatError, ArgumentError: WireRows in another format, or that are not what they say of themselves.
-            TransportUnavailable, PeerTimeout, IntegrityError: as `dispatch`.
+            TransportUnavailable, PeerTimeout: as `dispatch`.
         """
         return self._begin_combine(expert_out, d, out, weighted, whole=True).out
 
@@ -346,7 +344,7 @@ class ExpertParallel:
 
         Raises:
             LaneError: it was finished before, a later dispatch took its lane, or it is not this object's.
-            RoutingError, PeerTimeout, IntegrityError: as `combine`. It is over then.
+            RoutingError, PeerTimeout: as `combine`. It is over then.
         """
         self._finish(started, StartedCombine, "combine")
         return started.out
@@ -434,7 +432,7 @@ class ExpertParallel:
         Args:
             group: None: `comm.shrink()`, without the ranks that a PeerTimeout of this object, or of its communicator,
                 has named. Ranks, such as a PeerTimeout's `ranks`: `comm.shrink(ranks)`, without these. Otherwise a
-                communicator, or a process group that is given this one's device, timeout and integrity. `comm`: the
+                communicator, or a process group that is given this one's device and timeout. `comm`: the
                 same ranks, with another map.
             expert_map: of the new group, as the constructor's; None: contiguous blocks, whatever was before.
 

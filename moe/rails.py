@@ -25,13 +25,12 @@ import numpy as np
 import torch
 
 from thinwire.comm.memory.symmetric import SymmetricMemory
-from thinwire.comm.recorder.trace_events import Traffic
 from thinwire.errors import PeerTimeout, RoutingError
 from thinwire.fused.direct_transport import compiled_for
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct import row_like
 from thinwire.moe.direct_gradients import BackwardRounds
-from thinwire.moe.dispatched import Dispatched
+from thinwire.moe.dispatched import Dispatched, Traffic
 from thinwire.moe.two_level_lanes import EXACT, TwoLevelLanes, TwoLevelRound
 from thinwire.triton_kernels.forward import forward_tokens
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, Lane, RoundLayout

@@ -11,10 +11,9 @@ from itertools import chain
 
 import torch
 
-from thinwire.comm.recorder.trace_events import Traffic
 from thinwire.fused.staged import StagedExchange, dense_segments
 from thinwire.moe.direct_gradients import BackwardRounds
-from thinwire.moe.dispatched import Dispatched
+from thinwire.moe.dispatched import Dispatched, Traffic
 from thinwire.moe.gradients import MOST_LAYERS, MOST_WANTS
 from thinwire.moe.plan import SendPlan, merge_repeated_experts, owners
 from thinwire.moe.two_level_lanes import TwoLevelRound

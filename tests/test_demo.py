@@ -103,21 +103,3 @@ def test_what_is_done_is_told_from_the_beginning(tmp_path: Path) -> None:
     assert told[:2] == ["loading torch ...\n", "starting 2 ranks ...\n"]
     assert told[2].startswith("preparing kernels of dispatch, 1 of 3") and "scoring with int8 ...\n" in told
     assert process.returncode == 0 and "\nint8 " in shown
-
-
-@pytest.mark.exhaustive
-def test_a_trace_of_the_demo_has_all_ranks_and_all_that_they_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text, figures, trace = tmp_path / "text", tmp_path / "figures.json", tmp_path / "trace.json"
-    text.write_bytes(_held_out(600))
-    monkeypatch.setenv("THINWIRE_TRACE", str(trace))
-    assert main(["demo", "--ranks", "2", "--wire", "int8", "--text", str(text), "--json", str(figures)]) == 0
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
-    for leg in ("dispatch", "combine"):
-        rounds = [event for event in events if event["name"] == leg and event["args"]["wires"] == ["int8"]]
-        assert {event["pid"] for event in rounds} == {0, 1}
-        logical, wire = (sum(each["args"][name] for each in rounds) for name in ("logical_bytes", "wire_bytes"))
-        (score,) = json.loads(figures.read_text())["scores"]
-        assert 0 < wire < logical
-        assert score[f"{leg}_wire_bytes"] / score[f"{leg}_logical_bytes"] == pytest.approx(wire / logical, rel=0.02)

@@ -18,11 +18,12 @@ from thinwire.triton_kernels.cpu import HAS_NUMBA
 #: Calls a kernel when told to, and says how often its cache was of use.
 _CALLS_A_KERNEL = """
 import sys, torch
-from thinwire.comm.integrity import Rows, checksums
-from thinwire.triton_kernels.cpu.checksum import row_checksums_kernel as kernel
+from thinwire.triton_kernels.cpu.pack import pack_kernel as kernel, pack_rows
+from thinwire.wire import WireFormat
+wire = WireFormat.parse("int8")
 print("ready", flush=True)
 sys.stdin.readline()
-checksums(torch.zeros(8, dtype=torch.uint8), Rows(), 0)
+pack_rows(torch.zeros(1, 8), wire, None, torch.empty(1, wire.row_bytes(8), dtype=torch.uint8))
 print(sum(kernel.stats.cache_misses.values()), sum(kernel.stats.cache_hits.values()))
 """
 

@@ -123,7 +123,7 @@ def _collectives(comm: Communicator, transport: str) -> None:
             good["send_counts"] = [4]
             counts = numbers | odd_tensors((1,), torch.int64) | {"bool": [True], "-1": [-1], "2**62": [2**62]}
             odd |= dict.fromkeys(("send_counts", "recv_counts", "send_displs", "recv_displs"), counts)
-        for wire in ("none", "int8", "auto") if function is tw.all_reduce else ("none", "int8"):
+        for wire in ("none", "int8"):
             for what, call in with_odd(function, {**good, "wire": wire}, odd):
                 if "comm=None" not in what:
                     attempt(f"{what}, {wire}, {transport}", call)
@@ -521,9 +521,8 @@ def test_a_model_made_in_inference_mode_is_refused_before_anything_is_copied(tmp
 
 def test_errors_survive_copies_and_pickles_as_a_pool_of_processes_makes_them() -> None:
     given: list[tw.ThinwireError] = [
-        tw.IntegrityError("it differs", rank=3, rows=(range(2, 4),), call=7),
         tw.PeerTimeout("it is late", ranks=[2, 1], lane=1, epoch=5, phase="combine"),
-        *(getattr(tw, name)("text") for name in tw.__all__ if name.endswith("Error") and name != "IntegrityError"),
+        *(getattr(tw, name)("text") for name in tw.__all__ if name.endswith("Error")),
     ]
     assert len(given) > 8
     for error in given:

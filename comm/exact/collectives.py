@@ -42,8 +42,6 @@ class Collectives(HostCollectives):
         ThinwireError: the communicator is closed.
         PeerTimeout: a peer did not take part in time, made another call, or is gone; with `async_op`, from `wait()`. No
             further call is possible over this group.
-        IntegrityError: with `integrity="checksum"`, received data were corrupted; with `async_op`, from `wait()`. No
-            further call is possible over this group.
     """
 
     @collective
@@ -226,8 +224,8 @@ class Collectives(HostCollectives):
 
     @property
     def _on_nccl(self) -> bool:
-        """Whether the backend's own collectives are to be used: they carry no checksums."""
-        return self._exchange.backend == "nccl" and self.integrity == "none"
+        """Whether the backend's own collectives are to be used."""
+        return self._exchange.backend == "nccl"
 
     @property
     def _reductions(self) -> ModuleType:

@@ -21,7 +21,6 @@ from thinwire.comm.calls import Attachment
 from thinwire.comm.communicator import DEFAULT_TIMEOUT, Communicator, Settings
 from thinwire.comm.groups import as_device, backends_of, group_of, member_group
 from thinwire.comm.host_collectives import Origin
-from thinwire.comm.integrity import resolve_integrity
 from thinwire.comm.launch.launchers import RankInfo, discover
 from thinwire.comm.launch.rank_table import RankTable
 from thinwire.comm.recorder.flight_files import WrittenOnSignal
@@ -139,7 +138,6 @@ def init(
     domain: str | None = None,
     device: torch.device | str | None = None,
     timeout: float = DEFAULT_TIMEOUT,
-    integrity: str | None = None,
     quorum: str | None = None,
 ) -> Communicator:
     """Joins the other ranks and returns a communicator over all of them, the default one from now on. Collective.
@@ -171,8 +169,6 @@ def init(
             CPU. It becomes CUDA's current device. "cuda" without a number means the same device.
         timeout: seconds to wait for the other ranks, here and later. On CUDA, PyTorch ends a process whose stream has
             been waiting for a peer for twice as long.
-        integrity: "checksum" or "none", see `Communicator`. None means THINWIRE_INTEGRITY, else "none"; for a domain it
-            means the setting of calls without one.
         quorum: "any" or "majority", see `Communicator`. None means "any"; for a domain it means the setting of calls
             without one.
 
@@ -180,8 +176,8 @@ def init(
         ThinwireError: an argument or environment variable is missing or unusable, and is named; or rank 0 cannot listen
             at the place to meet.
         RankTableError: the table, or its entry for this rank, is unusable.
-        ArgumentError: `integrity` or `quorum` is unknown.
-        ConfigMismatch: ranks differ in the domain, integrity, quorum or rank table.
+        ArgumentError: `quorum` is unknown.
+        ConfigMismatch: ranks differ in the domain, quorum or rank table.
         PeerTimeout: the other ranks did not arrive in time.
     """
     if domain is not None and (not isinstance(domain, str) or not domain.strip()):
@@ -191,14 +187,12 @@ def init(
     timeout = float(timeout)
     if device is not None:
         as_device(device)
-    if integrity is not None:
-        resolve_integrity(integrity)
     resolve_quorum(quorum)
     table = None
     if rank_table is not None:
         table = RankTable.load(rank_table)
         world_size = table.size if world_size is None else world_size
-    domains, wanted = current_domains(), Settings(device, timeout, integrity, quorum)
+    domains, wanted = current_domains(), Settings(device, timeout, quorum)
     found = domains.find(domain)
     if found is not None:
         _require_compatible(found, rank, world_size, wanted)
@@ -272,7 +266,7 @@ def as_communicator(comm: Group) -> Communicator:
     """A communicator itself, or that of a process group or of a DeviceMesh of one axis.
 
     A group has one communicator: that of `init` if it wraps this group, else one that is made when the group is first
-        passed, collectively over it, with the timeout and integrity of the default communicator if there is one. It
+        passed, collectively over it, with the timeout of the default communicator if there is one. It
         ends with the process or the group. If it was shrunk, its group stands for the remaining ranks.
 
     Raises:
@@ -330,10 +324,7 @@ def _open_domain(world: Communicator, name: str, wanted: Settings) -> Communicat
     origin = Origin(
         f"{of_world.ranks}; domain {name!r}", of_world.device, owns_group=True, on_loopback=of_world.on_loopback
     )
-    settings = Settings(
-        world.device if device is None else device, wanted.timeout, wanted.integrity or world.integrity,
-        wanted.quorum or world.quorum,
-    )  # fmt: skip
+    settings = Settings(world.device if device is None else device, wanted.timeout, wanted.quorum or world.quorum)
     made = world._derive([tuple(range(world.size))], settings, origin)
     made._origin = origin
     world.attached("domains", _Opened).by_name[name] = made
@@ -341,17 +332,15 @@ def _open_domain(world: Communicator, name: str, wanted: Settings) -> Communicat
 
 
 def _require_compatible(comm: Communicator, rank: int | None, world_size: int | None, asked: Settings) -> None:
-    device, timeout, integrity, quorum = asked
+    device, timeout, quorum = asked
     wanted: dict[str, object] = {
         "rank": rank,
         "world_size": world_size,
         "device": None if device is None else torch.device(device).type,
-        "integrity": integrity,
         "quorum": quorum,
     }
     present: dict[str, object] = {
-        "rank": comm.rank, "world_size": comm.size, "device": comm.device.type, "integrity": comm.integrity,
-        "quorum": comm.quorum,
+        "rank": comm.rank, "world_size": comm.size, "device": comm.device.type, "quorum": comm.quorum,
     }  # fmt: skip
     if device is not None and torch.device(device).index is not None:
         wanted["device"], present["device"] = str(torch.device(device)), str(comm.device)

@@ -1,1 +1,1 @@
-"""What every call leaves behind: the flight recorder's entries, and a trace's."""
+"""What every call leaves behind: the flight recorder's entries."""

@@ -5,6 +5,8 @@ calls in turn is no entry of its own. Collective calls are numbered; all ranks m
 equal numbers are the same call, and `thinwire inspect` finds the first one at which ranks part. A call that is refused
 before anything was sent takes no number, as the other ranks know nothing of it.
 
+While torch's profiler records, a call is a range in it, and what it does in turn are ranges within that.
+
 No tensor is held, and no data. What a call costs is a list of a dozen references and two readings of the clock
 (`benchmarks/bench_flight_recorder.py`): text is made when a file is written, which `comm/recorder/flight_files.py`
 does.
@@ -17,7 +19,6 @@ import os
 import platform
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -25,8 +26,10 @@ from time import monotonic_ns
 from types import TracebackType
 from typing import Any
 
+from torch.autograd import _profiler_enabled
+from torch.autograd.profiler import record_function
+
 from thinwire.comm.recorder.flight_files import describe_folder, write_file
-from thinwire.comm.recorder.trace_events import Event, Span, Trace, Track, Traffic, current_trace
 from thinwire.errors import PeerTimeout, ThinwireError
 from thinwire.fields import LONGEST_TEXT
 from thinwire.flight import DONE, FAILED, FORMAT, INTERRUPTED, POSTED, RING, UNDER_WAY, VERSION
@@ -41,14 +44,44 @@ _MOST_WRITTEN = 16  # files that one signal writes
 
 _recorders: weakref.WeakSet[FlightRecorder] = weakref.WeakSet()  # of communicators that are not closed
 _UNTOLD = (None, None, None, (), None, ())  # what is recorded of a call that says nothing
-_NO_SPAN: AbstractContextManager[None] = nullcontext()
+_NO_RANGE: AbstractContextManager[None] = nullcontext()
+
+
+class ProfiledRange:
+    """A range of torch's profiler that begins now, within which one phase follows another. `with` it, it ends."""
+
+    __slots__ = ("_phase", "_whole")
+
+    def __init__(self, name: str) -> None:
+        self._whole, self._phase = _open_range(name), None
+
+    def phase(self, name: str | None) -> None:
+        """Ends the phase under way, and begins one; None: begins none."""
+        if self._phase is not None:
+            self._phase.__exit__(None, None, None)
+        self._phase = None if name is None else _open_range(name)
+
+    def close(self) -> None:
+        """Ends it, and its last phase."""
+        self.phase(None)
+        self._whole.__exit__(None, None, None)
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _open_range(name: str) -> Any:
+    return record_function(f"thinwire {name}").__enter__()
 
 
 class FlightRecorder:
     """The last operations of one communicator at one rank; used by the communicator's own thread, read by any.
 
     Args:
-        writes: whether it is ever written to a file, and to traces.
+        writes: whether it is ever written to a file.
 
     Attributes:
         communicator: what all of its ranks know it by, once they have met.
@@ -59,21 +92,9 @@ class FlightRecorder:
     communicator = ""
     begun = 0
     end: Callable[[], Callable[[BaseException], None] | None] | None = None  # a weak reference
-    trace: Trace | None = None  # which its calls are added to
-    track: Track | None = None
-    _span: Span | None = None  # of the call that is being made
-    _last_event: Event | None = None
+    _range: ProfiledRange | None = None  # of the call that is being made
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        origin: str,
-        backend: str,
-        timeout: float,
-        of_world: tuple[int | None, int, int] = (None, 0, 1),
-        writes: bool = True,
-    ) -> None:
+    def __init__(self, rank: int, size: int, origin: str, backend: str, timeout: float, writes: bool = True) -> None:
         self.writes = writes
         self._described: dict[str, Any] = {"backend": backend, "rank": rank, "size": size, "timeout": timeout}
         self._origin = origin
@@ -81,50 +102,24 @@ class FlightRecorder:
         # entry long gone from here changes no other.
         self._entries: list[Entry | None] = [None] * RING
         self._number = 0
-        self._named: tuple[int, Counter[Path]] = 0, Counter()  # a number, and traces named by it that each file had
         self._new: Entry = []
         self.current: Entry | None = None  # of the call that is being made, in which others may be made
         self._written: Path | None = None  # by the first PeerTimeout
-        self._of_world = of_world
         if writes:
-            self.add_to(current_trace())
             _recorders.add(self)
-
-    def add_to(self, trace: Trace | None) -> None:
-        """Has calls from now on added to a trace."""
-        self.trace, self.track = trace, None if trace is None else trace.track(*self._of_world)
-
-    def name_trace(self, path: Path) -> str:
-        """A name for a trace that begins now: no other trace to this file has it.
-
-        The ranks' recorders give it one name if all ranks have made as many calls on the communicator, and since the
-        last of these have begun as many traces to this file; what they trace to other files does not count.
-        """
-        if self._named[0] != self._number:
-            self._named = self._number, Counter()
-        traces = self._named[1]
-        traces[path] += 1
-        return f"{self.communicator} {self._number} {traces[path]}"
 
     def begin(self, *recorded: Any, numbered: bool = True) -> Call:
         """A call that begins with `with`: its name, and as much as there is of what `Call` takes."""
         return Call(self, (*recorded, *_UNTOLD[len(recorded) :]), numbered)
 
     def phase(self, name: str) -> None:
-        """What the call under way does from now on, for a trace."""
-        if self._span is not None:
-            self._span.phase(name)
+        """What the call under way does from now on, for a profiler."""
+        if self._range is not None:
+            self._range.phase(name)
 
     def aside(self, name: str) -> AbstractContextManager[None]:
-        """Shows in a trace what is no call: nobody waits for peers in it."""
-        track = self.track
-        return _NO_SPAN if track is None else track.open(name, "local")
-
-    def sent(self, traffic: Traffic) -> None:
-        """Tells a trace what the call sent that is under way, or else has ended last."""
-        event = self._last_event if self._span is None else self._span.event
-        if event is not None:
-            event.traffic = traffic
+        """Shows a profiler what is no call: nobody waits for peers in it."""
+        return ProfiledRange(name) if _profiler_enabled() else _NO_RANGE
 
     def ended_by(self, error: BaseException) -> None:
         """Ends the communicator, if what ended a call comes from outside: peers may have made that call.
@@ -137,8 +132,9 @@ class FlightRecorder:
 
     def _leave(self, error: BaseException | None) -> None:
         entry, self.current = self.current, None
-        if self._span is not None:
-            self._last_event, self._span = self._span.close(), None
+        if self._range is not None:
+            self._range.close()
+            self._range = None
         if entry is None:
             return
         if error is not None:
@@ -244,9 +240,8 @@ class Call:
                 number, *recorded, now, 0, UNDER_WAY, None, None,
             ]  # fmt: skip
             recorder.begun = begun + 1
-            track = recorder.track  # which another thread may take away, with the end of its trace
-            if track is not None:
-                recorder._span = track.open(recorded[0], entry=self._entry)
+            if _profiler_enabled():
+                recorder._range = ProfiledRange(recorded[0])
         except BaseException as error:  # from outside, which may come at the end, too
             self.__exit__(type(error), error, None)
             raise
@@ -288,15 +283,14 @@ class PendingCall:
     def __init__(self, recorder: FlightRecorder, entry: Entry) -> None:
         self._recorder, self._entry = recorder, entry
         self._outer: Entry | None = None
-        self._outer_span: Span | None = None
+        self._outer_range: ProfiledRange | None = None
 
     def __enter__(self) -> None:
         # Another call on the communicator may be what waits.
         recorder = self._recorder
         self._outer, recorder.current = recorder.current, self._entry
-        self._outer_span = recorder._span
-        track = recorder.track
-        recorder._span = None if track is None else track.open(f"wait for {self._entry[NAME]}", entry=self._entry)
+        self._outer_range = recorder._range
+        recorder._range = ProfiledRange(f"wait for {self._entry[NAME]}") if _profiler_enabled() else None
         self._entry[STATE] = UNDER_WAY
         self._entry[FAILURE] = None  # of a wait that was interrupted, and is gone on with
 
@@ -304,7 +298,7 @@ class PendingCall:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._recorder._leave(error)  # who waits again goes on with this call
-        self._recorder.current, self._recorder._span = self._outer, self._outer_span
+        self._recorder.current, self._recorder._range = self._outer, self._outer_range
 
     def end(self, error: BaseException) -> None:
         """The call ended without being waited for."""
@@ -320,20 +314,6 @@ def write_all(reason: str) -> list[Path]:
     used = [recorder for recorder in list(_recorders) if recorder.begun]
     used.sort(key=lambda recorder: recorder._new[START], reverse=True)
     return [recorder.write(reason) for recorder in used[:_MOST_WRITTEN]]
-
-
-def trace_recorders(trace: Trace | None) -> None:
-    """Has the calls on this process's open communicators added to a trace from now on, or for None to none."""
-    recorders = list(_recorders)
-    for recorder in recorders:
-        recorder.add_to(trace)
-    if trace is not None and recorders and not trace.run:
-        # One that all processes have, if there is one, and they have made as many calls on it; of ranks that are
-        # threads the first one's, whichever of them comes first.
-        size = max(recorder._described["size"] for recorder in recorders)
-        largest = [recorder for recorder in recorders if recorder._described["size"] == size]
-        first = min(largest, key=lambda recorder: (recorder.communicator, recorder._described["rank"]))
-        trace.name_run(first.name_trace(trace.path))
 
 
 def entry_as_json(entry: Entry) -> dict[str, Any]:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from thinwire.fused.empty import empty as empty
     from thinwire.fused.exchange_plan import ExchangePlan as ExchangePlan
     from thinwire.fused.int8_reduce import int8_all_to_all_reduce as int8_all_to_all_reduce
-    from thinwire.fused.prepare import Prepared as Prepared
-    from thinwire.fused.prepare import prepare as prepare
     from thinwire.fused.redistribute import redistribute as redistribute
     from thinwire.fused.reduce_scatter import reduce_scatter as reduce_scatter
     from thinwire.moe.checkpoint import load_checkpoint as load_checkpoint
@@ -45,13 +43,12 @@ if TYPE_CHECKING:
     from thinwire.moe.places import expert_parameter_names as expert_parameter_names
     from thinwire.moe.pretrained import load_moe_layer as load_moe_layer
     from thinwire.moe.pretrained import save_moe_layers as save_moe_layers
-    from thinwire.tracing import trace as trace
     from thinwire.wire import WireFormat as WireFormat
 
 _MODULES = {
     "comm": "Communicator Work init",
     "comm.layouts.layout": "Layout",
-    "errors": "ArgumentError CapacityError CheckpointError ConfigMismatch CountsError IntegrityError LaneError "
+    "errors": "ArgumentError CapacityError CheckpointError ConfigMismatch CountsError LaneError "
     "LayoutError PeerTimeout RankTableError RoutingError ThinwireError TransportUnavailable WireFormatError",
     "fused.all_gather": "all_gather all_gather_v",
     "fused.all_reduce": "all_reduce",
@@ -61,7 +58,6 @@ _MODULES = {
     "fused.empty": "empty",
     "fused.exchange_plan": "ExchangePlan",
     "fused.int8_reduce": "int8_all_to_all_reduce",
-    "fused.prepare": "Prepared prepare",
     "fused.redistribute": "redistribute",
     "fused.reduce_scatter": "reduce_scatter",
     "moe.checkpoint": "load_checkpoint",
@@ -75,7 +71,6 @@ _MODULES = {
     "moe.parallel": "ExpertParallel",
     "moe.places": "expert_parameter_names",
     "moe.pretrained": "load_moe_layer save_moe_layers",
-    "tracing": "trace",
     "wire": "WireFormat",
 }
 _PUBLIC = {name: f"thinwire.{module}" for module, names in _MODULES.items() for name in names.split()}

@@ -1,7 +1,7 @@
 """Every error thinwire raises on purpose.
 
 Each derives from `ThinwireError` and from the nearest builtin, so that callers may catch either. Each message says what
-was wrong, where, and what is accepted. All but `PeerTimeout` and `IntegrityError` are raised before any row is sent;
+was wrong, where, and what is accepted. All but `PeerTimeout` are raised before any row is sent;
 errors that depend on a peer's counts are raised after the counts were exchanged.
 """
 
@@ -15,7 +15,6 @@ __all__ = [
     "CheckpointError",
     "ConfigMismatch",
     "CountsError",
-    "IntegrityError",
     "LaneError",
     "LayoutError",
     "PeerTimeout",
@@ -94,23 +93,6 @@ class PeerTimeout(ThinwireError, TimeoutError):
         self.lane = lane
         self.epoch = epoch
         self.phase = phase
-
-
-class IntegrityError(ThinwireError, RuntimeError):
-    """Checksums show that the received data differ from the sent data; only with `integrity="checksum"`.
-
-    The call returns nothing. The communicator that raised this can no longer be used.
-
-    Attributes:
-        rank: the sender; the lowest one, if several are concerned.
-        rows: ranges of its rows that contain the differing ones; ranges of bytes, if the message has no rows.
-        call: the number of the message among those from that rank.
-    """
-
-    def __init__(self, message: str, *, rank: int = -1, rows: Iterable[range] = (), call: int = -1) -> None:
-        # Defaults are for copies and pickles, which give the message alone, and the attributes after that.
-        super().__init__(message)
-        self.rank, self.rows, self.call = rank, tuple(rows), call
 
 
 class TransportUnavailable(ThinwireError, RuntimeError):

@@ -59,12 +59,12 @@ def test_the_page_holds_the_pictures_that_lie_beside_it(tmp_path: Path) -> None:
 
 def test_the_page_tells_all_that_the_file_tells(tmp_path: Path) -> None:
     run = whole_run(operations=["moe", "all_reduce"]) | {
-        "skipped": [{"implementation": "DeepEP", "reason": "no GPU", "operation": "moe"}] * 2
+        "skipped": [{"implementation": "Open MPI", "reason": "no GPU", "operation": "moe"}] * 2
     }
     text = unescape(page(run, tmp_path))
     for told in (run["command"], run["commit"], "A processor", "4 on 1 host, processes of one host", "4096"):
         assert told in text
-    assert text.count("<tr>") == 1 + len(run["figures"]) and text.count("DeepEP (moe): no GPU") == 1
+    assert text.count("<tr>") == 1 + len(run["figures"]) and text.count("Open MPI (moe): no GPU") == 1
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", text)
     for shown in ("all_reduce", "quantize, gloo", "staged", "33,554,432", "6.50e-03", "2.00"):
         assert shown in cells

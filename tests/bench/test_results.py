@@ -92,7 +92,7 @@ def test_a_file_says_what_was_written(tmp_path: Path) -> None:
     for figure_read, written in zip(read.figures, run["figures"], strict=True):
         assert vars(figure_read) | {"seconds": vars(figure_read.seconds)} == written
     assert [list(row) for row in read.traffic or ()] == run["traffic"]
-    assert read.skipped[0].implementation == "DeepEP" and read.skipped[0].operation is None
+    assert read.skipped[0].implementation == "nccl" and read.skipped[0].operation is None
     assert read.copy_bandwidth == 9.7e9 and read.link_bandwidth == 1.25e8
 
 

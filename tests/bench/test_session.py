@@ -86,7 +86,7 @@ def test_every_operation_is_right_and_says_what_it_sends() -> None:
     for key, line in _lines(results, "moe").items():
         assert line["logical_bytes"] == 2 * dispatched[key]["logical_bytes"]
         assert line["max_violation"] == max(results.expert_load) * 6 / sum(results.expert_load) - 1
-    assert {entry["implementation"] for entry in results.skipped} >= {"Open MPI", "DeepEP", "FlashInfer", "group"}
+    assert {entry["implementation"] for entry in results.skipped} >= {"Open MPI", "group"}
 
 
 @pytest.mark.exhaustive

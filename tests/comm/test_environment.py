@@ -20,10 +20,8 @@ UNUSABLE = {
     "THINWIRE_BACKEND": ("cuda", "names no backend; accepted: triton, numba, torch"),
     "THINWIRE_ARRIVE_SCOPE": ("cta", "'cta' in the environment; accepted: gpu, sys"),
     "THINWIRE_COLLECTIVE_LAUNCHES": ("2", "'2' in the environment; accepted: one, several"),
-    "THINWIRE_INTEGRITY": ("yes", "expected one of: none, checksum"),
     "THINWIRE_CPU_THREADS": ("many", "expected 1 to 1024"),
     "THINWIRE_LOG": ("loud", "expected one of debug, info, warning, error"),
-    "THINWIRE_TRACE": ("/nowhere/trace.json", "cannot be written"),
 }
 
 

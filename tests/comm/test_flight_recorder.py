@@ -594,3 +594,44 @@ def keep_the_users_handler(comm: Communicator) -> None:
 
 def test_a_handler_that_is_somebody_elses_stays() -> None:
     run_ranks(keep_the_users_handler, 1)
+
+
+def _profiled(comm: Communicator, transport: str) -> list[tuple[str, str]]:
+    """The ranges of some calls in torch's profiler, each with the one around it."""
+    x, ids, weights = torch.randn(4, 64), torch.tensor([[0, 1]] * 4), torch.ones(4, 2)
+    with tw.ExpertParallel(comm, 2, 2, 64, 4, transport=transport) as ep, torch.profiler.profile() as recorded:
+        d = ep.dispatch(x, ids, weights)
+        ep.combine(d.tokens, d)
+        tw.all_reduce(x, wire="int8", comm=comm, transport=transport)
+        comm.all_reduce(torch.ones(3), async_op=True).wait()
+        with pytest.raises(ThinwireError), comm.call("broken"):
+            comm.recorder.phase("in vain")
+            raise ThinwireError
+    comm.barrier()  # of which no profiler asks
+    assert comm.recorder._range is None
+    ranges = [event for event in recorded.events() if event.name.startswith("thinwire ")]
+    found = []
+    for event in ranges:
+        around = [
+            other for other in ranges
+            if other is not event and other.time_range.start <= event.time_range.start
+            and event.time_range.end <= other.time_range.end
+        ]  # fmt: skip
+        assert len(around) < 2, "phases follow one another"
+        found.append((around[0].name.removeprefix("thinwire ") if around else "", event.name.removeprefix("thinwire ")))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("transport", "dispatch"),
+    [
+        ("direct", ["quantise and store", "wait for peers", "routing"]),
+        ("staged", ["plan", "exchange counts", "pack", "post", "wait for peers", "unpack", "routing"]),
+    ],
+)
+def test_calls_and_their_phases_are_ranges_of_torchs_profiler(transport: str, dispatch: list[str]) -> None:
+    for found in run_ranks(_profiled, 2, transport, timeout=120):
+        calls = [name for around, name in found if not around]
+        assert calls == ["dispatch", "unpack", "combine", "all_reduce", "all_reduce", "wait for all_reduce", "broken"]
+        assert [name for around, name in found if around == "dispatch"] == dispatch
+        assert {"wait for peers", "sum at home"} <= {name for around, name in found if around == "combine"}

@@ -104,7 +104,7 @@ def _meet_once(stranger: _Stranger) -> None:
 
 
 def _meet(stranger: _Stranger) -> None:
-    """As the constructor of a communicator does: hosts, and where the standbys are, and integrity with both."""
+    """As the constructor of a communicator does: hosts, and where the standbys are."""
     _meet_once(stranger)
     _meet_once(stranger)
 

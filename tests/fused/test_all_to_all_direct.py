@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
@@ -17,7 +16,6 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 import torch
 import torch.distributed as dist
 
-import thinwire as tw
 from tests.helpers.speeds import exhaustive_but
 from tests.helpers.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
@@ -154,37 +152,6 @@ def test_calls_after_the_first_leave_the_process_group_alone() -> None:
     run_ranks(_alone, 2, timeout=120)
 
 
-def _prepared_calls(comm: Communicator) -> None:
-    """A prepared call gives what the function gives, into `out` and into a new tensor, before and after others."""
-    size = comm.size
-    generator = torch.Generator().manual_seed(comm.rank)
-    counts = [[(3 * source + target) % 4 for target in range(size)] for source in range(size)]
-    sent, received = counts[comm.rank], [row[comm.rank] for row in counts]
-    shapes: list[tuple[int, ...]] = [(4 * size, 40), (4 * size, 2, 3), (4 * size,)]
-    for wire in ("none", "int8", "int4:16"):
-        for shape in shapes:
-            x = torch.randn(shape, generator=generator)
-            call = tw.prepare(all_to_all_v, x, sent, received, wire=wire, comm=comm)
-            out = torch.full((sum(received) + 2, *shape[1:]), 7.0)
-            expected = out.clone()
-            all_to_all_v(
-                x, sent, received, out=expected, wire=wire, comm=comm, recv_displs=_one_after_another(received)
-            )
-            for _ in range(2):
-                assert call(x, out) is out
-                fresh = call(x.clone())
-                pending = call(x, async_op=True)
-                assert isinstance(fresh, torch.Tensor) and isinstance(pending, Work)
-                assert_same_bits(wire, expected, out)
-                assert_same_bits(wire, expected[: sum(received)], fresh)
-                assert_same_bits(wire, fresh, pending.wait())
-    # What the peers send is looked at all the same.
-    with pytest.raises(CountsError) if comm.rank == 0 else contextlib.nullcontext():
-        all_to_all_v(x, sent, [n + (comm.rank == 0 and r > 0) for r, n in enumerate(received)], wire=wire, comm=comm)
-    moved = call(x)
-    assert_same_bits("again", fresh, moved)  # type: ignore[arg-type]
-
-
 def _overtaken(comm: Communicator) -> None:
     """Long segments move in `wait()`, which some ranks reach before another call and some after it."""
     open_channel(comm, None, 1280)
@@ -204,14 +171,6 @@ def _overtaken(comm: Communicator) -> None:
 @pytest.mark.parametrize("mode", ["process", "thread"])
 def test_ranks_may_wait_before_or_after_other_calls_on_the_communicator(mode: str) -> None:
     run_ranks(_overtaken, 3, mode=mode, timeout=120)
-
-
-def _one_after_another(counts: list[int]) -> list[int]:
-    return [sum(counts[:peer]) for peer in range(len(counts))]
-
-
-def test_prepared_calls_give_what_the_function_gives() -> None:
-    run_ranks(_prepared_calls, 3, timeout=120)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

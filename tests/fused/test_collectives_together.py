@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Callable
 
 import pytest
@@ -175,15 +174,3 @@ def _memory(comm: Communicator) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_overwritten_before_it_is_sent(mode: str) -> None:
     run_ranks(_memory, 2, mode=mode)
-
-
-def _auto_max(comm: Communicator) -> None:
-    for size in (8, 80_000):
-        x = torch.full((size,), float(comm.rank))
-        assert torch.equal(all_reduce(x, "max", wire="auto", comm=comm), torch.full((size,), comm.size - 1.0))
-        assert torch.equal(reduce_scatter(x, "min", wire="auto", comm=comm), torch.zeros(size // comm.size))
-    assert not re.search("auto", comm.explain()), "nothing was measured"
-
-
-def test_what_cannot_be_quantised_goes_exactly_whatever_its_size() -> None:
-    run_ranks(_auto_max, 2, mode="thread")

@@ -25,7 +25,8 @@ import thinwire as tw
 from tests.helpers.odd_tensors import odd
 from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import CountsError, ThinwireError, WireFormatError
+from thinwire.comm.recorder.flight_recorder import NAME, TRANSPORT
+from thinwire.errors import ArgumentError, CountsError, ThinwireError, TransportUnavailable, WireFormatError
 from thinwire.fused import collective, host_channel, prepared
 from thinwire.fused.all_gather import all_gather
 from thinwire.fused.all_reduce import all_reduce
@@ -348,6 +349,61 @@ def entries(comm: Communicator) -> list[tuple[Any, ...]]:
 def test_a_kept_call_is_recorded_as_a_first_one() -> None:
     one, other = run_ranks(entries, WORLD, mode="thread")
     assert one == other and len(one) == 9
+
+
+def counts_that_change(comm: Communicator) -> None:
+    """A check tells how many rows come; that is for one call only."""
+    for sends in ([[2, 2], [1, 3]], [[2, 2], [3, 1]], [[2, 2], [2, 2]]):
+        x = torch.arange(8.0).view(4, 2) + 100 * comm.rank
+        out = torch.full((9, 2), -1.0)
+        rows = sends[0][comm.rank] + sends[1][comm.rank]
+        got: Any = tw.all_to_all_v(x, sends[comm.rank], out=out[:rows], wire="none", comm=comm, check=True)
+        expected = [
+            torch.arange(8.0).view(4, 2)[sum(row[: comm.rank]) :][: row[comm.rank]] + 100 * source
+            for source, row in enumerate(sends)
+        ]
+        assert torch.equal(got, torch.cat(expected)) and (out[rows:] == -1).all()
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_calls_that_a_check_tells_the_counts_of_keep_none(mode: str) -> None:
+    run_ranks(counts_that_change, WORLD, mode=mode)
+
+
+def test_what_is_refused_at_first_is_refused_later() -> None:
+    maximum, total = torch.distributed.ReduceOp.MAX, torch.distributed.ReduceOp.SUM
+    with tw.init() as comm:
+        x = torch.ones(4)
+        for op in (maximum, total, "sum"):
+            tw.all_reduce(x, op, wire="none", comm=comm)
+        for number in (int(maximum), int(total), False):  # which are equal to these, and hash like them
+            with pytest.raises(ArgumentError, match="op is"):
+                tw.all_reduce(x, number, wire="none", comm=comm)
+        with pytest.raises(CountsError, match=r"out is torch.float32 \[\] on cpu"):
+            tw.all_to_all_v(x, [2], out=torch.tensor(1.0), wire="none", comm=comm)
+        version = x._version
+        with pytest.raises(CountsError, match="shares memory"):
+            tw.all_to_all_v(x, [2], [2], out=x, wire="none", comm=comm)
+        assert x._version == version
+        rows = torch.ones(4, 256)
+        for function in (tw.all_to_all_v, tw.all_reduce, tw.reduce_scatter, tw.all_gather):
+            function(rows, wire="int8", comm=comm)
+            with pytest.raises(TransportUnavailable, match="x is a WireRows"):
+                function(tw.quantize(rows), wire="int8", comm=comm)  # type: ignore[arg-type]
+            with pytest.raises(ArgumentError, match="transform of torch.func"):
+                torch.func.grad(lambda x: function(x, wire="int8", comm=comm).sum())(rows)  # noqa: B023
+
+
+def transports_recorded(comm: Communicator) -> set[object]:
+    x = torch.ones(4, 2)
+    for _ in range(3):
+        tw.all_gather(x, wire="none", comm=comm)
+        tw.all_gather_v(x, wire="none", comm=comm)
+    return {entry[TRANSPORT] for entry in comm.recorder._snapshot() if str(entry[NAME]).startswith("all_gather")}
+
+
+def test_a_call_within_a_call_tells_its_transport_each_time() -> None:
+    assert run_ranks(transports_recorded, WORLD, mode="thread") == [{"direct"}] * WORLD
 
 
 def test_a_wire_is_refused_before_anything_else_is_looked_at() -> None:

@@ -555,13 +555,3 @@ def _lost(comm: Communicator) -> None:
 
 def test_a_rank_that_is_lost_in_backward_is_named_and_the_others_train_on() -> None:
     run_ranks(_lost, 3, mode="thread", timeout=60)
-
-
-def _checked(comm: Communicator) -> None:
-    assert comm.integrity == "checksum"
-    _one_layer(comm, "staged")
-
-
-@pytest.mark.exhaustive
-def test_gradients_with_checksums() -> None:
-    run_ranks(_checked, 3, env={"THINWIRE_INTEGRITY": "checksum"}, timeout=100)

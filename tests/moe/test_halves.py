@@ -73,7 +73,6 @@ def test_two_micro_batches_overlap(size: int, transport: str) -> None:
     ("transport", "env"),
     [
         ("direct", {}),
-        ("staged", {"THINWIRE_INTEGRITY": "checksum"}),
         ("staged", {"THINWIRE_BACKEND": "torch"}),
         ("direct", INTERPRETED),
     ],

@@ -173,15 +173,6 @@ def test_tritons_kernels_give_the_same() -> None:
             assert_same_bits("interpreted", a, b)
 
 
-def _checked(comm: Communicator) -> None:
-    assert comm.integrity == "checksum"
-    _views(comm, "staged", ("int8",))
-
-
-def test_with_checksums_too() -> None:
-    run_ranks(_checked, 2, env={"THINWIRE_INTEGRITY": "checksum"})
-
-
 def _refusals(comm: Communicator, transport: str) -> None:
     with ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, MAX_TOKENS, transport=transport) as ep:
         d = ep.dispatch(*tokens(comm.rank, "ragged", torch.float32, 1))

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from tests.helpers.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels import checksum, pack, sums
-from thinwire.triton_kernels.checksum_seed import seed_of
+from thinwire.triton_kernels import pack, sums
 from thinwire.triton_kernels.codec_reference import dequantize_reference, quantize_reference
 from thinwire.wire import WireFormat
 
@@ -146,17 +145,6 @@ def _check_combine_of_records(spec: str, hidden: int) -> None:
     assert torch.equal(records, expected), spec
 
 
-def _checksums(comm: Communicator) -> None:
-    generator = torch.Generator().manual_seed(2)
-    for count, row_bytes in ((0, 5), (1, 1), (41, 41), (3000, 96), (3001, 1500), (5000, 4096)):
-        data = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
-        seed, rows = seed_of(count, 3), -(-count // row_bytes)
-        got = torch.full((rows + 1, 2), 7)
-        checksum.row_checksums(data, row_bytes, seed, 2**33, got[:rows])
-        assert torch.equal(got[:rows], checksum.row_checksums_reference(data, row_bytes, seed, 2**33)), row_bytes
-        assert (got[rows] == 7).all(), "behind the sums was written"
-
-
 def test_the_codec_equals_the_reference() -> None:
     run_ranks(_codec_properties, 1, env=INTERPRETED, timeout=300)
 
@@ -177,7 +165,3 @@ def test_combine_equals_its_reference() -> None:
 @pytest.mark.exhaustive
 def test_combine_of_records_equals_the_reference() -> None:
     run_ranks(_combine_records, 1, env=INTERPRETED, timeout=300)
-
-
-def test_checksums_equal_their_reference() -> None:
-    run_ranks(_checksums, 1, env=INTERPRETED, timeout=300)

@@ -16,18 +16,14 @@ from typing import Any
 
 from thinwire import first_run, wire
 from thinwire.errors import TransportUnavailable
-from thinwire.triton_kernels import checksum_seed, leg_layout, round_layout, signal, silu
+from thinwire.triton_kernels import leg_layout, round_layout, signal, silu
 from thinwire.triton_kernels.cpu import HAS_NUMBA
 
 
 def _hash_sources() -> int:
     digest = hashlib.sha256()
     # Their words are compiled into kernels too.
-    words = [
-        Path(module.__file__)
-        for module in (checksum_seed, signal, round_layout, leg_layout, silu, wire)
-        if module.__file__
-    ]
+    words = [Path(module.__file__) for module in (signal, round_layout, leg_layout, silu, wire) if module.__file__]
     for path in [*sorted(Path(__file__).parent.rglob("*.py")), *words]:
         digest.update(path.read_bytes())
     return int.from_bytes(digest.digest()[:6], "little")

@@ -23,7 +23,7 @@ from thinwire.fused.channel import channel_layout
 from thinwire.fused.collective import collective_layout
 from thinwire.moe.experts import ClampedSwiGLU
 from thinwire.moe.two_level_lanes import EXACT
-from thinwire.triton_kernels import all_to_all_v, checksum, collective, combine, dispatch, pack, permute, sums
+from thinwire.triton_kernels import all_to_all_v, collective, combine, dispatch, pack, permute, sums
 from thinwire.triton_kernels.activate import activate
 from thinwire.triton_kernels.expert_gemm import INNER_WIRE, expert_gemm
 from thinwire.triton_kernels.forward import forward_tokens
@@ -75,7 +75,7 @@ COPIERS = ("send_bytes", "recv_bytes")
 #: Kernels that move none, and do not depend on the wire or the row length.
 ROUND_CONTROL_KERNELS = ("wait_dispatch", "wait_combine", "close_round", "count", "place", "list_records")
 LEG_WAITS = ("wait_first_leg", "wait_second_leg")  # of collectives
-CONTROL_KERNELS = (*ROUND_CONTROL_KERNELS, *LEG_WAITS, "checksums", "note")
+CONTROL_KERNELS = (*ROUND_CONTROL_KERNELS, *LEG_WAITS, "note")
 CONTROL_KERNELS += ("wait_headers", "wait_room", "wait_pieces", *COPIERS)
 #: Has no floats, but AMD divides integers with them.
 DIVIDER = "note"
@@ -274,9 +274,6 @@ def _launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]
         return _collective_launcher(case)
     if case.kernel in (*ROUND_KERNELS, *ROUND_CONTROL_KERNELS, *TWO_LEVEL_KERNELS):
         return _round_launcher(case)
-    if case.kernel == "checksums":
-        octets = torch.empty(5 * case.hidden, dtype=torch.uint8)
-        return checksum.row_checksums, (octets, case.hidden, 1, 0, torch.empty(5, 2, dtype=torch.int64)), 0
     if case.kernel not in CODEC_KERNELS:
         return _channel_launcher(case)
     wire = WireFormat.parse(case.wire)

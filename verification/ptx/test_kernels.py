@@ -18,7 +18,7 @@ from tests.helpers.activations import SOME, check_activations
 from tests.helpers.expert_rows import CASES, check_products, make_rows, make_weights
 from tests.helpers.speeds import exhaustive_but
 from tests.helpers.wires import WIRES, assert_same_bits
-from tests.triton_kernels.test_interpreted import _check_combine, _checksums, _combine_records, _pack_and_unpack
+from tests.triton_kernels.test_interpreted import _check_combine, _combine_records, _pack_and_unpack
 from thinwire.triton_kernels.activate import activate
 from thinwire.triton_kernels.expert_gemm import expert_gemm, expert_gemm_reference
 from thinwire.wire import WireFormat
@@ -77,11 +77,6 @@ def test_weighted_sums_and_sums_of_records_are_the_references(device: Device, wi
 @pytest.mark.exhaustive
 def test_sums_of_records_of_any_bytes_are_the_references(device: Device) -> None:
     _combine_records(None)
-
-
-@pytest.mark.exhaustive
-def test_checksums_are_the_references(device: Device) -> None:
-    _checksums(None)
 
 
 @pytest.mark.exhaustive

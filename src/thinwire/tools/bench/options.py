@@ -19,7 +19,7 @@ ROUND = ("dispatch", "combine", "moe")
 OPERATIONS = COLLECTIVES + ROUND
 TRANSPORTS = ("direct", "staged")
 DTYPES = ("bfloat16", "float16", "float32")
-BASELINES = ("group", "mpi", "quantize", "symmetric_memory", "deepep", "flashinfer", "copy")
+BASELINES = ("group", "mpi", "quantize", "symmetric_memory", "copy")
 DEFAULT_RANKS = 4
 #: The most ranks that are started, and experts; a results file has no more.
 _MOST_TOP_K, MOST_RANKS, MOST_EXPERTS = 32, 1024, 1 << 16

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from thinwire.comm import Communicator
-from thinwire.tools.bench import baselines, deepep, flashinfer, machine, mpi
+from thinwire.tools.bench import baselines, machine, mpi
 from thinwire.tools.bench.contender import Candidate, NotHere
 from thinwire.tools.bench.expert_problem import Round
 from thinwire.tools.bench.figures import Sizes, figures_of, heading, line, title
-from thinwire.tools.bench.libraries import why_absent
 from thinwire.tools.bench.measure import measure
 from thinwire.tools.bench.mpi import OpenMPI
 from thinwire.tools.bench.operations import collective, expert_round, straight
@@ -33,8 +32,6 @@ _Job = tuple[str, int, Callable[[], None]]
 THREADS = 1
 #: Of what is not measured yet, in a file that stays so only if the run is cut off.
 _CUT_OFF = "the run was cut off before"
-#: Option, name and package.
-_LIBRARIES = (("deepep", deepep.NAME, deepep.PACKAGE), ("flashinfer", flashinfer.NAME, flashinfer.PACKAGE))
 
 
 @dataclass
@@ -86,7 +83,6 @@ class Session:
         self._print_ranks()
         self._most_copied = 0
         self._mpi: OpenMPI | None = None
-        self._libraries: set[str] = set()
         self._look_for_baselines()
 
     def _look_for_baselines(self) -> None:
@@ -96,13 +92,6 @@ class Session:
                 self._mpi = OpenMPI(self.comm)
             except NotHere as reason:
                 self._skip(mpi.NAME, str(reason))
-        for option, name, package in _LIBRARIES:
-            if option in chosen:
-                against = why_absent(package, self.comm)
-                if against is None:
-                    self._libraries.add(option)
-                else:
-                    self._skip(name, against)
         if self.group is None:
             for option in ("group", "quantize"):
                 if option in chosen:
@@ -245,11 +234,6 @@ class Session:
                     yield routed_rows(problem, f"quantize, {self.group}", wire, exchange, self.laps)
         if self._mpi is not None:
             yield routed_rows(problem, mpi.NAME, "none", self._mpi.exchange, self.laps)
-        if "deepep" in self._libraries:
-            for wire in deepep.WIRES:
-                yield deepep.deepep_round(problem, wire, self.laps)
-        if "flashinfer" in self._libraries:
-            yield flashinfer.flashinfer_round(problem, self.laps)
         if "copy" in chosen:
             source = problem.x.new_ones(self._copied_rows(problem), problem.hidden)
             yield baselines.copy(source, torch.empty_like(source), ("dispatch", "combine"))

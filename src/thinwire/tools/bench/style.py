@@ -46,8 +46,6 @@ COLOURS = {
     "Open MPI": "#361806",
     "quantize, gloo": "#A88A7E",
     "torch symmetric memory": "#5A4E4E",
-    "DeepEP": "#DEA2B4",
-    "FlashInfer": "#362A30",
     "copy": "#BAB48A",
 }
 #: For those without a colour of their own.

@@ -22,7 +22,7 @@ _BY_WORDS = {
     "forbids that everywhere",
     "File too large": "a limit on file size (ulimit -f) hits memory that ranks share, and caches of kernels: lift it",
     "differ from the exact": "do not trust results of this machine, and report it; if they are exact with "
-    "THINWIRE_INTEGRITY=checksum, which takes the staged transport, it is shared memory or its kernels",
+    "THINWIRE_BACKEND=torch, which takes the staged transport, it is shared memory or its kernels",
     "killed by signal 9": "memory ran out, or somebody ended it: see dmesg, and the control group's limit",
     "did not come back": "run it again, as kernels that had to be compiled are in the cache then; if it hangs again, "
     "report it",

@@ -13,8 +13,6 @@ import torch
 
 from thinwire import testing
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.integrity import Rows, checksums
-from thinwire.comm.threads import ThreadWorld
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.codec import dequantize, quantize
@@ -64,9 +62,6 @@ def call_every_kernel() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def rank_main(comm: Communicator) -> None:
-        # Without checksums, whatever the environment says: with them there are no direct kernels to call.
-        plain = Communicator.of_threads(ThreadWorld(comm.size), integrity="none") if comm.rank == 0 else []
-        comm = comm.share_objects(plain)[0][comm.rank]
         x = torch.randn(8, 64, generator=generator, dtype=torch.float32, device="cpu")
         in_int8 = Int8Experts(GroupedExperts(2, 64, 64))
         dequantize(quantize(x, "int8"))
@@ -94,7 +89,6 @@ def call_every_kernel() -> None:
     for kernel, arguments in teams:
         kernel(*[0] * arguments, np.zeros(64, np.int32), 0)  # a team without chunks looks at nothing
     move_in_team(1, np.zeros(len(SCALARS), np.int64), np.zeros((len(PEERS), 1), np.int64), 0)  # nor one without a call
-    checksums(torch.zeros(8, dtype=torch.uint8, device="cpu"), Rows(), 0)
     testing.run_ranks(rank_main, 2, mode="thread", timeout=600)
 
 
