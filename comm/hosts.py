@@ -20,8 +20,11 @@ def host_name() -> str:
 
     Processes that do not see each other's numbers are on different hosts, as they cannot map each other's memory.
     """
-    if name := os.environ.get(VARIABLE):
-        return name
+    return os.environ.get(VARIABLE) or system_name()
+
+
+def system_name() -> str:
+    """The same for processes that see each other's numbers, since this system was started."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{platform.node()[:_MOST_TEXT]} {boot} {os.stat('/proc/self/ns/pid').st_ino}"

@@ -3,11 +3,12 @@
     torchrun --nproc-per-node 2 examples/train_and_resume.py training.safetensors --steps 20
     torchrun --nproc-per-node 3 examples/train_and_resume.py training.safetensors --steps 40
 
-The second command goes on where the first one ended.
+The second command goes on where the first one ended. So it is after a crash or a SIGTERM: run the same command again.
 """
 
 import argparse
 import os
+import signal
 
 import torch
 from torch import nn
@@ -33,8 +34,11 @@ class Block(nn.Module):
 parser = argparse.ArgumentParser()
 parser.add_argument("path")
 parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--every", type=int, default=10, help="steps from one save to the next")
 options = parser.parse_args()
 
+signals: list[int] = []
+signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
 comm = tw.init()
 ep = tw.ExpertParallel(comm, EXPERTS, TOP_K, HIDDEN, max_tokens=BATCH)
 torch.manual_seed(0)  # on every rank: what all of them hold is the same
@@ -58,11 +62,17 @@ for step in range(done, options.steps):
         if (gradient := model.get_parameter(name).grad) is not None:  # a rank may have no experts
             gradient /= comm.size  # a sum over ranks; DDP's gradients are means
     optimizer.step()
-    if (step + 1) % 10 == 0:
+    done = step + 1
+    if done % 10 == 0:
         mean = loss.detach() / comm.size
         comm.all_reduce(mean)
         if comm.rank == 0:
-            print(f"step {step + 1}: loss {float(mean):.6f}")
+            print(f"step {done}: loss {float(mean):.6f}", flush=True)
+    stop = torch.tensor([len(signals)], device=comm.device)
+    comm.all_reduce(stop)  # ranks may get a signal in different steps, and all must stop after the same one
+    if done % options.every == 0 or done == options.steps or stop.item():
+        tw.save_checkpoint(model, options.path, {"steps": str(done)}, optimizer=optimizer)
+    if stop.item():
+        break
 
-tw.save_checkpoint(model, options.path, {"steps": str(max(done, options.steps))}, optimizer=optimizer)
 comm.close()

@@ -46,10 +46,12 @@ def load_checkpoint(
         model: a module with the names and shapes of the saved one.
         path: the safetensors file.
         optimizer: takes the state that was saved, by the names of its parameters, and all settings that are numbers,
-            such as learning rates. It has the same groups of parameters as the saved one, and the same other settings.
-            None leaves all that in the file.
+            such as learning rates. It is of the saved one's class, with the same groups of parameters and the same
+            other settings, and takes only what a new one would keep after a step with the file's settings. None leaves
+            all that in the file.
 
     Raises:
+        ArgumentError: ``model`` is no module, or ``optimizer`` no optimiser.
         FileNotFoundError: there is no such file.
         CheckpointError: the file is not a safetensors file; it lacks a tensor, or has one too many or of another shape
             or kind of dtype; it has no optimiser's state, or one that does not fit; or the model has tensors that
@@ -62,28 +64,33 @@ def load_checkpoint(
     with _open(path) as file:
         metadata = dict(file.metadata() or {})
         settings = metadata.pop(SETTINGS, None)
-        of_optimizer = [name for name in file.keys() if name.startswith(OPTIMIZER)]
-        others = {*of_optimizer, *_experts_elsewhere(model, held, file.keys())}
+        names = set(file.keys())
+        of_optimizer = [name for name in names if name.startswith(OPTIMIZER)]
+        others = {*of_optimizer, *_experts_elsewhere(model, held, names)}
         _check_names_and_shapes(file, path, {name: place.shape for name, (_, place) in held.items()}, others)
         values = {}
         for name, (tensor, place) in held.items():
             read = functools.partial(_part_of, file, name, place)
             values[name] = _converted(read, tensor, f"{path}: {name}")
+        fill: Callable[[], object] = dict
         if state is not None:
             if settings is None:
                 raise CheckpointError(f"{path} has no optimiser's state: it was saved without optimizer=")
             stored = {}
             for name in of_optimizer:
+                if name.removeprefix(OPTIMIZER).rpartition("/")[0] not in names:
+                    raise CheckpointError(f"{path} has {name}, and nothing that it could be the optimiser's state of")
                 placed = state.place_of(name, tuple(file.get_slice(name).get_shape()))
                 if placed is not None:
                     parameter, place = placed
                     with _errors_named(f"{path}: {name}"):
                         part = _part_of(file, name, place)
                     stored[name] = _sharded_like(part, parameter) if part.dim() else part
-            state.fill(settings, stored)
+            fill = state.prepare(settings, len(of_optimizer), stored)
         with torch.no_grad():
             for name, (tensor, _) in held.items():
                 tensor.copy_(_sharded_like(values[name], tensor))
+        fill()
         return metadata
 
 

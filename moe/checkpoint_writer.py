@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from thinwire.moe.checkpoint_folder import write_at
 from thinwire.moe.optimizer_state import OPTIMIZER, SETTINGS, OptimizerState
 from thinwire.moe.places import Place, group_of_experts, placed_tensors, whole
 from thinwire.moe.safetensors_header import dtype_name, make_header, offsets_of
-from thinwire.moe.together import together
+from thinwire.moe.together import agree_on_path, together, unfinished_folder
 
 if TYPE_CHECKING:
     from thinwire.comm.communicator import Communicator
@@ -54,17 +53,21 @@ def save_checkpoint(
 
     Args:
         model: any module, without what wraps it, such as DistributedDataParallel. Tensors are stored as they are.
-        path: the file to write; an existing one is replaced.
+        path: the file to write, the same on all ranks; an existing one is replaced. Next to it, folders
+            ``.unfinished-...`` of processes that were killed while they saved are removed, if they ran on this host
+            since it was started.
         metadata: strings stored in the file's header, such as the number of the step; None for none. Rank 0's count.
-        optimizer: of torch.optim, over parameters of ``model``. A state has its parameter's shape and dtype, or is a
-            number; so those of LBFGS and Adafactor cannot be stored.
+        optimizer: over parameters of ``model``, of torch.optim or a class of yours whose step needs no arguments. Each
+            of its states has its parameter's shape or is a number; so LBFGS, Adafactor and SparseAdam are refused. To
+            find out what it keeps, a copy of it takes a step for small tensors.
         dtype: rounds the model's floating-point tensors to this one; None keeps theirs.
 
     Raises:
-        CheckpointError: experts are spread over different groups; ranks have different models or optimisers, or other
-            values of a parameter that is not among these experts; a parameter of ``optimizer`` is not the model's; the
-            model is wrapped in DistributedDataParallel; a tensor, setting or string that cannot be stored; or another
-            rank failed.
+        ArgumentError: ``model`` is no module, ``path`` no path, or ``optimizer`` no optimiser.
+        CheckpointError: ranks give different paths; experts are spread over different groups; ranks have different
+            models or optimisers, or other values of a parameter that is not among these experts; a parameter of
+            ``optimizer`` is not the model's; the model is wrapped in DistributedDataParallel; a tensor, setting or
+            string that cannot be stored; or another rank failed.
         OSError: what the system says of writing.
     """
     comm = group_of_experts(model)
@@ -87,18 +90,20 @@ def save_checkpoint(
         return ""
 
     together(comm, "describe its model", collect)
+    target = agree_on_path(comm, path)
     as_stored = {
         name: tensor.dtype if dtype is None or name.startswith(OPTIMIZER) or not tensor.is_floating_point() else dtype
         for name, tensor, _ in parts
     }
     rows = {name: (dtype_name(as_stored[name]), place) for name, _, place in parts}
     stored = _agree(comm, rows, text.get(SETTINGS, ""), values)
+    if optimizer is not None:
+        count = sum(name.startswith(OPTIMIZER) for name in stored)
+        text[SETTINGS] = json.dumps({**json.loads(text[SETTINGS]), "tensors": count})
     with contextlib.ExitStack() as stack:
 
         def create() -> str:
-            # In a folder of its own, which only this user may write to: in the target's, others may be able to put a
-            # link where a file of a known name is about to be.
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=".unfinished-", dir=Path(path).parent))
+            folder = stack.enter_context(unfinished_folder(target))
             header, end = make_header(stored, text)
             with open(Path(folder).resolve() / "checkpoint", "xb") as file:
                 file.write(header)
@@ -115,7 +120,7 @@ def save_checkpoint(
         together(comm, "write its part", write)
 
         def finish() -> str:
-            Path(unfinished).replace(path)
+            Path(unfinished).replace(target)
             return ""
 
         together(comm, "give the file its name", finish if is_first else lambda: "")
@@ -259,4 +264,4 @@ def _common(settings: str, own: Mapping[str, tuple[str, Place]]) -> str:
         return settings
     found = json.loads(settings)
     group_of = {name: number for name, number in found["group_of"].items() if not own[name][1].mine}
-    return json.dumps([found["groups"], group_of], sort_keys=True)
+    return json.dumps([found["class"], found["groups"], group_of], sort_keys=True)

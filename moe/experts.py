@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +21,8 @@ from thinwire.moe import grouped_mm
 from thinwire.triton_kernels.activate import activate
 from thinwire.wire import WireFormat
 
+#: Tensors of stacked experts, here and in `Int8Experts`.
+_STACKED = {"w_in", "w_gate", "w_out", "b_in", "b_gate", "b_out", "s_in", "s_out"}
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu}
 
 
@@ -49,7 +52,58 @@ class ClampedSwiGLU:
         return (up.clamp(-self.limit, self.limit) + 1) * (gate * torch.sigmoid(gate * self.alpha))
 
 
-class GroupedExperts(nn.Module):
+class NamedByExperts(nn.Module):
+    """A module whose tensors' names say which of a layer's experts they are: ``w_in_of_0to3``, by attribute ``w_in``.
+
+    torch takes what has one name for the same on all ranks. Where these are all of a layer's experts, or it is unknown
+    which they are, names are the attributes'. A state_dict with tensors of other experts instead of these is refused.
+    """
+
+    held = ""  # what is behind names
+
+    def name_tensors(self, experts: Sequence[int]) -> None:
+        """Renames all tensors. `experts`: numbers of those held, ascending."""
+        runs: list[list[int]] = []
+        for expert in experts:
+            if runs and expert == runs[-1][1] + 1:
+                runs[-1][1] = expert
+            else:
+                runs.append([expert, expert])
+        shown = "_".join(str(first) if first == last else f"{first}to{last}" for first, last in runs)
+        self.held = f"_of_{shown or 'none'}"
+        for tensors in (self._parameters, self._buffers):
+            for name in list(tensors):
+                tensors[name + self.held] = tensors.pop(name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self, name + self.held) if self.held and name in _STACKED else super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name + self.held if name in _STACKED else name, value)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: Any, more: Any, errors: Any
+    ) -> None:
+        own = {
+            prefix + name
+            for tensors in (self._parameters, self._buffers)
+            for name in tensors
+            if tensors[name] is not None
+        }
+        others = [
+            key
+            for key in state_dict
+            if key.startswith(prefix) and key not in own and key[len(prefix) :].partition("_of_")[0] in _STACKED
+        ]
+        if others and not own <= state_dict.keys():
+            errors.append(
+                f"{others[0]} is there, and {min(own - state_dict.keys())} is not: these are other experts. A sharded "
+                "layer's state_dict() is for ranks that have the same ones; tw.save_checkpoint's file is for any"
+            )
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, more, errors)
+
+
+class GroupedExperts(NamedByExperts):
     """``num_experts`` two-layer MLPs, held as stacked tensors.
 
     Expert e computes ``act(x @ w_in[e]) @ w_out[e]``, or, gated, ``(act(x @ w_gate[e]) * (x @ w_in[e])) @ w_out[e]``

@@ -9,17 +9,17 @@ from torch import nn
 
 from thinwire.comm.tensors import is_int
 from thinwire.compiler import opaque
-from thinwire.errors import CapacityError, RoutingError, WireFormatError
+from thinwire.errors import ArgumentError, CapacityError, RoutingError, WireFormatError
 from thinwire.fused.backend import select_expert_gemm
 from thinwire.fused.counts import new_rows
 from thinwire.moe.compiled_round import uncompiled
 from thinwire.moe.dispatched import Dispatched
-from thinwire.moe.experts import GroupedExperts
+from thinwire.moe.experts import GroupedExperts, NamedByExperts
 from thinwire.triton_kernels.expert_gemm import INNER_WIRE
 from thinwire.triton_kernels.int8_weights import Int8Weights
 
 
-class Int8Experts(nn.Module):
+class Int8Experts(NamedByExperts):
     """The experts of a `GroupedExperts` with SiLU, in int8: ``expert_out = experts(d)``; for inference alone.
 
     Args:
@@ -36,6 +36,7 @@ class Int8Experts(nn.Module):
     rotated) and ``w_out`` int8 [experts, hidden, inner]; ``s_in`` and ``s_out``, float32, their scales.
 
     Raises:
+        ArgumentError: something else than a `GroupedExperts`.
         ValueError: experts with biases, or with another activation.
         WireFormatError: weights that are not finite.
     """
@@ -47,6 +48,10 @@ class Int8Experts(nn.Module):
 
     def __init__(self, experts: GroupedExperts, *, rotated: bool = False) -> None:
         super().__init__()
+        if not isinstance(experts, GroupedExperts) or not isinstance(rotated, bool):
+            raise ArgumentError(
+                f"experts is a {type(experts).__name__} and rotated {rotated!r}; expected a GroupedExperts and a bool"
+            )
         if experts.activation != "silu" or experts.b_in is not None:
             raise ValueError(f"Int8Experts takes experts with silu and without biases, got {experts.extra_repr()}")
         self.hidden_size, self.ff_size = experts.hidden_size, experts.ff_size
@@ -54,8 +59,9 @@ class Int8Experts(nn.Module):
         inward = Int8Weights.of(experts.w_in, experts.w_gate, rotated=rotated)
         outward = Int8Weights.of(experts.w_out)
         for name, weights in (("in", inward), ("out", outward)):
-            self.register_buffer(f"w_{name}", weights.payload)
-            self.register_buffer(f"s_{name}", weights.scales)
+            self.register_buffer(f"w_{name}{experts.held}", weights.payload)
+            self.register_buffer(f"s_{name}{experts.held}", weights.scales)
+        self.held = experts.held
 
     def get_extra_state(self) -> torch.Tensor:
         """Whether the weights are rotated, which their shapes do not say."""

@@ -103,7 +103,12 @@ class MoELayer(nn.Module):
             self.experts = made_alone(seed, make)
             for place, number in enumerate(self.local_experts):
                 made_alone(seed + number, partial(self.experts.draw, place))
+        self._name_experts()
         self.shared = experts(1, hidden_size, shared_ff_size) if shared_ff_size else None
+
+    def _name_experts(self) -> None:
+        if len(self.local_experts) < self.num_experts:
+            self.experts.name_tensors(self.local_experts)
 
     def _owned(self, ep: ExpertParallel) -> range | tuple[int, ...]:
         for name in ("num_experts", "top_k", "hidden_size"):
@@ -118,8 +123,8 @@ class MoELayer(nn.Module):
     def shard(self, ep: ExpertParallel) -> MoELayer:
         """Keep only the experts in ``ep.local_experts``, in place, and use ``ep`` from now on. Returns the layer.
 
-        The kept weights are copies, so that the memory of the others is freed. They are new parameters: an optimiser
-        has to be built afterwards.
+        The kept weights are copies, so that the memory of the others is freed. They are new parameters, which have the
+        experts' numbers in their names: an optimiser has to be built afterwards.
 
         Raises:
             ValueError: the layer is sharded already, or ``ep`` does not fit it.
@@ -131,6 +136,7 @@ class MoELayer(nn.Module):
             kept = weight.detach()[list(owned)]  # a copy
             setattr(self.experts, name, nn.Parameter(kept, requires_grad=weight.requires_grad))
         self.local_experts = owned
+        self._name_experts()
         self.ep, self._layer = ep, ep.next_layer()
         return self
 

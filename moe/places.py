@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from thinwire.errors import CheckpointError
+from thinwire.errors import ArgumentError, CheckpointError
 from thinwire.moe.layer import MoELayer
 from thinwire.moe.local_experts import LocalExperts
 
@@ -26,32 +26,45 @@ class Place:
         shape: of the whole.
         rows: the rows of the whole that are the part's; None: the part is all of it.
         mine: whether it is of experts that are spread over ranks, so that this rank writes it, whatever others have.
+        held: the end of its name that says which experts these are; a checkpoint has the name without it.
     """
 
     shape: tuple[int, ...]
     rows: range | tuple[int, ...] | None = None
     mine: bool = False
+    held: str = ""
+
+
+def require_kind(name: str, value: object, kind: type) -> None:
+    """Raises ArgumentError for what is none of a kind."""
+    if not isinstance(value, kind):
+        raise ArgumentError(f"{name} is a {type(value).__name__}, expected a torch {kind.__name__}")
 
 
 def _expert_places(model: nn.Module) -> Iterator[tuple[torch.Tensor, Place]]:
     """Of the tensors of experts that are spread over ranks. They are known as objects: wrappers rename them."""
+    require_kind("model", model, nn.Module)
     for module in model.modules():
         if not isinstance(module, MoELayer | LocalExperts) or module.ep is None or module.ep.comm.size == 1:
             continue
         if isinstance(module, MoELayer):
             for part in module.experts.parameters():
-                yield part, Place((module.num_experts, *part.shape[1:]), module.local_experts, True)
+                yield (
+                    part,
+                    Place((module.num_experts, *part.shape[1:]), module.local_experts, True, module.experts.held),
+                )
         else:
             for tensor in module.state_dict(keep_vars=True).values():
                 yield tensor, Place(tuple(tensor.shape), None, True)
 
 
 def placed_tensors(model: nn.Module) -> dict[str, tuple[torch.Tensor, Place]]:
-    """What `model.state_dict()` holds, by name: parameters and buffers themselves, with their places.
+    """What `model.state_dict()` holds, by names without numbers of experts: parameters and buffers, with their places.
 
     Raises:
         CheckpointError: something else is there, or experts are not.
     """
+    require_kind("model", model, nn.Module)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise CheckpointError(
             "the model is wrapped in DistributedDataParallel, which renames all of it: pass model.module"
@@ -66,7 +79,8 @@ def placed_tensors(model: nn.Module) -> dict[str, tuple[torch.Tensor, Place]]:
     experts = {id(tensor): place for tensor, place in _expert_places(model)}
     if experts.keys() - {id(tensor) for tensor in found.values()}:
         raise CheckpointError("the model's state_dict() leaves out experts of this rank; a checkpoint would lack them")
-    return {name: (tensor, experts.get(id(tensor), Place(tuple(tensor.shape)))) for name, tensor in found.items()}
+    places = {name: experts.get(id(tensor), Place(tuple(tensor.shape))) for name, tensor in found.items()}
+    return {name.removesuffix(place.held): (found[name], place) for name, place in places.items()}
 
 
 def group_of_experts(model: nn.Module) -> Communicator | None:
@@ -75,6 +89,7 @@ def group_of_experts(model: nn.Module) -> Communicator | None:
     Raises:
         CheckpointError: layers are spread over different groups.
     """
+    require_kind("model", model, nn.Module)
     spread = (module for module in model.modules() if isinstance(module, MoELayer | LocalExperts))
     comms = {id(module.ep.comm): module.ep.comm for module in spread if module.ep is not None}
     if len(comms) > 1:
@@ -89,6 +104,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def expert_parameter_names(model: nn.Module) -> list[str]:
     """Names of the parameters that only this rank has: those of its experts, in sharded `MoELayer`s and `LocalExperts`.
+
+    Raises ArgumentError for what is no module.
 
     Their gradients are sums over all ranks' tokens. DistributedDataParallel has to ignore them, by
     ``_set_params_and_buffers_to_ignore_for_model``, and `fully_shard`, as ``ignored_params``.

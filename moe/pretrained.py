@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from thinwire.moe.checkpoint_folder import CheckpointFolder
 from thinwire.moe.layer import MoELayer
 from thinwire.moe.pretrained_families import LayerPlan, Piece, plan_layer
 from thinwire.moe.safetensors_header import StoredTensor
-from thinwire.moe.together import together
+from thinwire.moe.together import agree_on_path, together, unfinished_folder
 
 if TYPE_CHECKING:
     from thinwire.comm.communicator import Communicator
@@ -105,20 +104,19 @@ def save_moe_layers(
 
     Raises:
         FileNotFoundError: there is no folder ``source``, or none that ``target`` could be in.
-        CheckpointError: ``source`` is refused, as `load_moe_layer` does; a layer does not fit it; ``target`` is
-            there; or another rank could not write.
+        CheckpointError: ranks give different targets; ``source`` is refused, as `load_moe_layer` does; a layer does not
+            fit it; ``target`` is there; or another rank could not write.
         ArgumentError: ``layers`` is empty or of several groups, or a key is no number of a layer.
         OSError: what the system says of writing.
     """
     comm, is_first = _group(layers)
+    place = agree_on_path(comm, target)
     with contextlib.ExitStack() as stack:
 
         def copy() -> str:
-            if os.path.lexists(target):
+            if os.path.lexists(place):
                 raise CheckpointError(f"{target} is there already, expected the name of a folder to make")
-            folder = tempfile.TemporaryDirectory(prefix=".unfinished-", dir=Path(target).parent)
-            # In a folder of its own, which only this user may enter, as in save_checkpoint.
-            unfinished = Path(stack.enter_context(folder)) / "checkpoint"
+            unfinished = Path(stack.enter_context(unfinished_folder(place))) / "checkpoint"
             with CheckpointFolder(source) as checkpoint:
                 for number, layer in layers.items():
                     _check_fits(checkpoint, _checked_plan(checkpoint, number)[0], number, layer)
@@ -140,7 +138,7 @@ def save_moe_layers(
         together(comm, "write its experts", overwrite)
 
         def finish() -> str:
-            os.rename(unfinished, target)
+            os.rename(unfinished, place)
             return ""
 
         together(comm, "give the checkpoint its name", finish if is_first else lambda: "")
@@ -196,7 +194,7 @@ def _slots(piece: Piece, layer: MoELayer, stored: torch.Tensor) -> list[tuple[to
     values = layer.state_dict()
     pairs = []
     for slot in piece.slots:
-        value = values[slot.parameter]
+        value = values[slot.parameter + layer.experts.held * slot.parameter.startswith("experts.")]
         if piece.expert is not None:
             value = value[layer.local_experts.index(piece.expert)]
         pairs.append((value, slot.view(stored)))

@@ -1,12 +1,18 @@
-"""A step that every rank of a group takes: it succeeds on all of them, or all raise."""
+"""A step that every rank of a group takes: it succeeds on all of them, or all raise. And where a checkpoint is made."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from thinwire.comm.hosts import system_name
 from thinwire.comm.shaped_json import MOST_TEXT
-from thinwire.errors import CheckpointError
+from thinwire.errors import ArgumentError, CheckpointError
 
 if TYPE_CHECKING:
     from thinwire.comm.communicator import Communicator
@@ -38,3 +44,39 @@ def together(comm: Communicator | None, what: str, step: Callable[[], str]) -> s
             raise CheckpointError(f"rank {rank} could not {what}: {why}")
     first: str = told[0][0]
     return first
+
+
+def agree_on_path(comm: Communicator | None, path: object) -> Path:
+    """The absolute path that all ranks give. Collective.
+
+    Raises:
+        ArgumentError: what is given is no path; on other ranks, a CheckpointError.
+        CheckpointError: on all ranks, where they give different ones.
+    """
+
+    def absolute() -> str:
+        if not isinstance(path, str | os.PathLike):
+            raise ArgumentError(f"path is a {type(path).__name__}, expected a str or a path")
+        return os.path.abspath(os.fsdecode(path))
+
+    first = together(comm, "take its path", absolute)
+
+    def compare() -> str:
+        if absolute() != first:
+            raise CheckpointError(f"path is {absolute()} here, and {first} on rank 0; all ranks write to one place")
+        return ""
+
+    together(comm, "write to rank 0's path", compare)
+    return Path(first)
+
+
+def unfinished_folder(target: Path) -> tempfile.TemporaryDirectory[str]:
+    """A new folder beside a checkpoint, which only this user may enter. Those of killed processes of this host go.
+
+    In the target's own folder, others may be able to put a link where a file of a known name is about to be.
+    """
+    start = f".unfinished-{hashlib.sha256(system_name().encode()).hexdigest()[:8]}-"
+    for left in target.parent.glob(f"{start}*"):
+        if not Path("/proc", left.name.removeprefix(start).partition("-")[0]).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    return tempfile.TemporaryDirectory(prefix=f"{start}{os.getpid()}-", dir=target.parent)

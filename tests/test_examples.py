@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +57,35 @@ def test_a_training_is_resumed_on_another_number_of_ranks(tmp_path: Path) -> Non
     assert losses(2, 20, "parts") == whole[:2]
     for got, want in zip(losses(3, 40, "parts"), whole[2:], strict=True):
         assert abs(got - want) < 0.01
+    for number, ranks in ((signal.SIGKILL, [1]), (signal.SIGTERM, [0, 1])):
+        name = number.name
+        processes = _ranks(tmp_path / name, environment)
+        before = []
+        while len(before) < 2:  # lines of 10 steps
+            assert (line := processes[0].stdout.readline()), "the training has ended"
+            before.append(float(line.split()[-1]))
+        for rank in ranks:
+            processes[rank].send_signal(number)
+        before += [float(line.split()[-1]) for line in processes[0].stdout]
+        ended = [process.wait() for process in processes]
+        assert ended == [0, 0] if number == signal.SIGTERM else ended[1] == -signal.SIGKILL
+        after = losses(2, 40, name)
+        assert before + after[len(after) + len(before) - 4 :] == whole and before[: 4 - len(after)] + after == whole
+
+
+def _ranks(path: Path, environment: dict[str, str]) -> list[subprocess.Popen[str]]:
+    """Two of the training, which saves every 3 steps."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    command = [sys.executable, str(ROOT / "examples" / "train_and_resume.py"), str(path), "--steps", "40"]
+    return [
+        subprocess.Popen(
+            [*command, "--every", "3"], env=environment | world | {"RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE, text=True,
+        )
+        for rank in "01"
+    ]  # fmt: skip
 
 
 def test_the_sharded_product_gives_what_the_whole_one_gives() -> None:

@@ -26,6 +26,10 @@ class Int8Weights:
         inward: weights of a channel; columns are that, rounded up to 16 bytes.
         gated: the first half of the channels is the gate's; half as many come out, ``silu(gate) * other``.
         activate: without a gate: whether SiLU is applied.
+
+    Raises:
+        WireFormatError: tensors of another shape or dtype, or with gaps, such as an assigned state_dict may bring.
+            Kernels look at addresses alone.
     """
 
     payload: torch.Tensor
@@ -33,6 +37,17 @@ class Int8Weights:
     inward: int
     gated: bool = False
     activate: bool = False
+
+    def __post_init__(self) -> None:
+        for tensor, dtype, shape in (
+            (self.payload, torch.int8, (*self.scales.shape, self.inward + -self.inward % _ALIGNMENT)),
+            (self.scales, torch.float32, self.payload.shape[:2]),
+        ):
+            if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+                raise WireFormatError(
+                    f"weights of {self.inward} are {tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}; "
+                    f"expected {dtype} {list(shape)} without gaps"
+                )
 
     @property
     def width(self) -> int:

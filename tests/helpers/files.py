@@ -50,3 +50,8 @@ def writer_of(pipe: Path) -> Iterator[None]:
         reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
         writer.join()
         os.close(reader)
+
+
+def unnumbered(name: str) -> str:
+    """What a tensor of a sharded layer's experts is called in a layer that has all of them, and in a checkpoint."""
+    return name.partition("_of_")[0]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import thinwire as tw
+from tests.helpers.files import unnumbered
 from tests.helpers.hosts import for_transport
 from tests.helpers.wires import assert_same_bits, relative_error
 from tests.moe.pretrained.families import LAYER, NAMES, new_tensors, write_checkpoint
@@ -121,7 +122,10 @@ def _layer(comm: Communicator, transport: str, owners: list[int], weights: dict[
     assert relative_error(expected[own].detach(), y.detach()) <= 1e-6
     assert relative_error(x.grad[own], part.grad) <= 1e-6
     for name, weight in mine.experts.named_parameters():
-        assert relative_error(whole.experts.get_parameter(name).grad[list(ep.local_experts)], weight.grad) <= 1e-6
+        assert (
+            relative_error(whole.experts.get_parameter(unnumbered(name)).grad[list(ep.local_experts)], weight.grad)
+            <= 1e-6
+        )
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -289,7 +293,9 @@ def _saved(comm: Communicator, path: str, weights: dict[str, torch.Tensor]) -> N
             for name, parameter in model.moe.experts.named_parameters():
                 for expert, row in zip(ep.local_experts, range(len(parameter)), strict=True):
                     state = optimizer.state[parameter]
-                    whole[name, expert] = torch.stack([parameter[row], state["exp_avg"][row], state["exp_avg_sq"][row]])
+                    whole[unnumbered(name), expert] = torch.stack(
+                        [parameter[row], state["exp_avg"][row], state["exp_avg_sq"][row]]
+                    )
             states.append({key: part for of_rank in comm.share_objects(whole) for key, part in of_rank.items()})
     assert states[0].keys() == states[1].keys() == states[2].keys() and len(states[0]) == 2 * EXPERTS
     for key, part in states[0].items():
@@ -311,7 +317,7 @@ def _pretrained(comm: Communicator, folder: Path, copy: Path) -> None:
     with tw.ExpertParallel(comm, 8, whole.top_k, 16, MOST, wire="none", expert_map=[0, 1, 1, 0, 0, 1, 0, 1]) as ep:
         layer = load_moe_layer(folder, LAYER, ep)
         for name, weight in layer.experts.named_parameters():
-            assert torch.equal(weight, whole.experts.get_parameter(name)[list(ep.local_experts)])
+            assert torch.equal(weight, whole.experts.get_parameter(unnumbered(name))[list(ep.local_experts)])
         x = torch.randn(9, 16, generator=torch.Generator().manual_seed(comm.rank))
         with torch.no_grad():
             assert relative_error(whole(x), layer(x)) <= 1e-6

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.helpers.files import unnumbered
 from thinwire.errors import RoutingError
 from thinwire.moe.experts import ClampedSwiGLU, GroupedExperts
 from thinwire.moe.layer import MoELayer
@@ -254,7 +255,7 @@ def test_shards_hold_only_their_own_experts_and_their_outputs_add_up_to_the_unsh
         shard.shard(OneRank(owned, 7, 3, 32))
         assert shard.local_experts == owned
         for name, weight in shard.experts.named_parameters():
-            assert torch.equal(weight, whole.experts.get_parameter(name)[owned.start : owned.stop])
+            assert torch.equal(weight, whole.experts.get_parameter(unnumbered(name))[owned.start : owned.stop])
             assert weight.untyped_storage().nbytes() == weight.numel() * 4
         total += shard(x)
     torch.testing.assert_close(total, whole(x), rtol=1e-5, atol=1e-6)

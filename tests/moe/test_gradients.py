@@ -10,6 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from tests.helpers.files import unnumbered
 from tests.helpers.hosts import for_transport
 from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
@@ -471,7 +472,7 @@ def _layer(comm: Communicator, transport: str, weights: dict[str, torch.Tensor])
             (sharded(own) * _target(comm.rank, len(own))).sum().backward()
         mine = slice(sharded.local_experts.start, sharded.local_experts.stop)
         for name, weight in sharded.experts.named_parameters():
-            grad = whole.experts.get_parameter(name).grad
+            grad = whole.experts.get_parameter(unnumbered(name)).grad
             assert grad is not None and _error(name, grad[mine], weight.grad) <= 1e-6
         if frozen:
             assert own.grad is None
@@ -524,7 +525,7 @@ def _data_parallel(comm: Communicator, transport: str) -> None:
             (parallel(xs[comm.rank]) * _target(comm.rank, len(xs[comm.rank]))).sum().backward()
         mine = slice(ep.local_experts.start, ep.local_experts.stop)
     for name, weight in model.named_parameters():
-        want = whole.get_parameter(name).grad
+        want = whole.get_parameter(unnumbered(name)).grad
         assert want is not None and weight.grad is not None
         got = (
             weight.grad if name in experts else weight.grad * comm.size

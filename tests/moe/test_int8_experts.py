@@ -16,6 +16,7 @@ from thinwire.moe.experts import ClampedSwiGLU, GroupedExperts
 from thinwire.moe.int8_experts import Int8Experts
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
+from thinwire.triton_kernels.int8_weights import Int8Weights
 
 NUM_EXPERTS, TOP_K, HIDDEN, FF = 5, 2, 256, 200
 
@@ -179,3 +180,22 @@ def test_a_state_dict_brings_the_weights_back() -> None:
     third = Int8Experts(GroupedExperts(2, 64, 24))  # of the same shapes
     third.load_state_dict(rotated.state_dict())
     assert third.rotated and not first.rotated
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"w_in": torch.zeros(2, 24, 64)},
+        {"s_in": torch.zeros(24, 2).T},
+        {"w_out": torch.zeros(2, 64, 64, dtype=torch.int8)[:, :, ::2]},
+    ],
+)
+def test_weights_that_kernels_would_read_beyond_are_refused(changed: dict[str, torch.Tensor]) -> None:
+    experts = Int8Experts(GroupedExperts(2, 64, 24))
+    experts.load_state_dict(experts.state_dict() | changed, assign=True)
+    with pytest.raises(WireFormatError, match="weights of .* expected torch"):
+        if "w_out" in changed:
+            Int8Weights(experts.w_out, experts.s_out, 24)
+        Int8Weights(experts.w_in, experts.s_in, 64)
+    with pytest.raises(WireFormatError, match=r"weights of 128 are torch.int8 \[2, 24, 64\]"):
+        Int8Weights(torch.zeros(2, 24, 64, dtype=torch.int8), torch.zeros(2, 24), 128)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -13,6 +17,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import state_dict as distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
@@ -20,7 +26,7 @@ pytest.importorskip("numba", reason="CPU ranks need numba")
 
 import thinwire as tw
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import CheckpointError, RoutingError
+from thinwire.errors import ArgumentError, CheckpointError, RoutingError
 from thinwire.moe.places import whole
 from thinwire.testing import RankError, run_ranks
 
@@ -219,19 +225,107 @@ def only_one(comm: Communicator, path: str) -> list[str]:
             ({"dtype": torch.int32}, {}),
             ({"optimizer": torch.optim.SGD(model.parameters(), lr=0.2)}, {"optimizer": optimizer}),
             ({"optimizer": optimizer}, {}),
+            ({"optimizer": model}, {"optimizer": optimizer}),
+            ({"path": 5}, {}),
+            ({"path": f"{path}.other"}, {}),
+            ({"path": os.path.relpath(path, "..")}, {}),
         ):
-            with pytest.raises(CheckpointError) as raised:
-                tw.save_checkpoint(model, path, **(odd if comm.rank == 1 else usual))  # type: ignore[arg-type]
+            with pytest.raises((CheckpointError, ArgumentError)) as raised:
+                tw.save_checkpoint(model, **{"path": path, **(odd if comm.rank == 1 else usual)})  # type: ignore[arg-type]
             said.append(str(raised.value))
+        for call in (tw.save_checkpoint, tw.load_checkpoint, lambda model, _: tw.expert_parameter_names(model)):
+            with pytest.raises(ArgumentError, match="model is a dict, expected a torch Module"):
+                call({}, path)
+        with pytest.raises(ArgumentError, match="optimizer is a int, expected a torch Optimizer"):
+            tw.load_checkpoint(model, path, optimizer=5)
+        with pytest.raises(ArgumentError, match="experts is a Linear"):
+            tw.Int8Experts(nn.Linear(2, 2))
     return said
 
 
 def test_what_one_rank_cannot_store_is_an_error_on_all(tmp_path: Path) -> None:
     first, second = run_ranks(only_one, 2, str(tmp_path / "model.safetensors"), mode="thread")
-    assert all("rank 1 could not describe its model" in said for said in first[:5]) and len(first) == 7
-    assert ["metadata" in said for said in second] == [True] * 4 + [False] * 3
-    assert first[5:] == second[5:] and all("ranks have different optimisers" in said for said in first[5:])
+    assert all("rank 1 could not describe its model" in said for said in (*first[:5], first[7])) and len(first) == 11
+    assert ["metadata" in said for said in second] == [True] * 4 + [False] * 7
+    assert first[5:7] == second[5:7] and all("ranks have different optimisers" in said for said in first[5:7])
+    assert "rank 1 could not take its path" in first[8] and "path is a int" in second[8]
+    for told, saw in zip(first[9:], second[9:], strict=True):
+        assert (
+            "rank 1 could not write to rank 0's path" in told and f"and {tmp_path}/model.safetensors on rank 0" in saw
+        )
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_process_left_goes_with_the_next_save(tmp_path: Path) -> None:
+    code = """if True:
+        import os, signal, sys, torch, thinwire as tw
+        from thinwire.moe import checkpoint_writer
+        checkpoint_writer.write_at = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        tw.save_checkpoint(torch.nn.Linear(2, 2), sys.argv[1])
+    """
+    path = tmp_path / "model.safetensors"
+    assert subprocess.run([sys.executable, "-c", code, path]).returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    alive = left.rename(tmp_path / re.sub("-[0-9]+-", f"-{os.getpid()}-", left.name))  # as if it were ours
+    elsewhere = tmp_path / ".unfinished-00000000-1-x"  # of another host
+    elsewhere.mkdir()
+    left.mkdir()
+    tw.save_checkpoint(nn.Linear(2, 2), path)
+    assert {alive, elsewhere, path} == set(tmp_path.iterdir())
+
+
+def saved_by_torch(comm: Communicator, folder: Path) -> None:
+    """No tool of torch's brings experts into others' places, whoever saves and loads."""
+    with parallel(comm) as ep:
+        first, second = (Model(ep, seed) for seed in (1, 2))
+        pairs = [(model, torch.optim.Adam(model.parameters())) for model in (first, second)]
+        for model, optimizer in pairs:
+            for parameter in model.parameters():  # each rank's own, where they are experts'
+                parameter.grad = parameter.detach().clone()
+            optimizer.step()
+        names = [name for name in first.state_dict() if "moe.experts" in name]
+        assert names == [f"moe.experts.{name}_of_{'0to2' if comm.rank == 0 else '3to4'}" for name in ("w_in", "w_out")]
+        files = [folder / f"{rank}" for rank in range(comm.size)]
+        torch.save(first.state_dict(), files[comm.rank])
+        torch.save(tw.MoELayer(HIDDEN, 16, EXPERTS, TOP_K).state_dict(), folder / f"whole {comm.rank}")
+        comm.barrier()
+        before = {name: value.clone() for name, value in second.state_dict().items()}
+        whole = torch.load(folder / f"whole {comm.rank}")
+        for options in ({}, {"strict": False}, {"assign": True}, {"assign": True, "strict": False}):
+            with pytest.raises(RuntimeError, match=f"moe.experts.w_in_of_.* is there, and {names[0]} is not"):
+                second.load_state_dict(torch.load(files[1 - comm.rank]), **options)
+            with pytest.raises(RuntimeError, match=f"experts.w_in is there, and {names[0][4:]} is not"):
+                second.moe.load_state_dict(whole, **options)
+        assert all(torch.equal(before[name], second.state_dict()[name]) for name in names)
+        merged = {name: value for file in files for name, value in torch.load(file).items()}
+        with pytest.raises(RuntimeError, match="experts.w_in_of_.* is there, and experts.w_in is not"):
+            tw.MoELayer(HIDDEN, 16, EXPERTS, TOP_K).load_state_dict({k[4:]: v for k, v in merged.items()}, strict=False)
+        second.load_state_dict(merged, strict=False)  # among them are its own
+        assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
+        second = Model(ep, 3)
+        pairs[1] = (second, torch.optim.Adam(second.parameters()))
+        states = [
+            {"model": distributed.get_model_state_dict(model), "optimizer": distributed.get_optimizer_state_dict(*pair)}
+            for pair in pairs
+            for model in pair[:1]
+        ]
+        checkpoint.save(states[0], checkpoint_id=folder / "distributed")
+        checkpoint.load(states[1], checkpoint_id=folder / "distributed")
+        distributed.set_model_state_dict(second, states[1]["model"])
+        distributed.set_optimizer_state_dict(*pairs[1], states[1]["optimizer"])
+        for mine, other in zip(first.parameters(), second.parameters(), strict=True):
+            own, its = (optimizer.state[each] for (_, optimizer), each in zip(pairs, (mine, other), strict=True))
+            assert torch.equal(mine, other) and all(torch.equal(own[key], its[key]) for key in own)
+        in_int8 = [tw.Int8Experts(model.moe.experts) for model in (first, second)]
+        torch.save(in_int8[0].state_dict(), folder / f"int8 {comm.rank}")
+        comm.barrier()
+        with pytest.raises(RuntimeError, match="_of_.* is there, and s_in_of_.* is not"):
+            in_int8[1].load_state_dict(torch.load(folder / f"int8 {1 - comm.rank}"))
+        in_int8[1].load_state_dict(torch.load(folder / f"int8 {comm.rank}"))
+
+
+def test_what_torch_saves_and_loads_is_never_another_ranks_experts(tmp_path: Path) -> None:
+    run_ranks(saved_by_torch, 2, tmp_path)
 
 
 class Renamed(nn.Module):
@@ -254,7 +348,10 @@ def wrapped(comm: Communicator, path: str) -> None:
         layer = tw.MoELayer(HIDDEN, 16, EXPERTS, TOP_K).shard(ep)
         model = nn.ModuleDict({"first": Renamed(layer), "second": layer})  # twice
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        assert "first.experts.w_in" in before and len(tw.expert_parameter_names(model)) == 2
+        assert (
+            f"first.experts.w_in_of_{'0to2' if comm.rank == 0 else '3to4'}" in before
+            and len(tw.expert_parameter_names(model)) == 2
+        )
         tw.save_checkpoint(model, path)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -314,10 +411,10 @@ def stepped(
     ("change", "what"),
     [
         (lambda tensors, text: tensors.update({"optimizer/weight/exp_avg": torch.zeros(1)}), r"is \[1\], expected"),
-        (lambda tensors, text: tensors.update({"optimizer/weight/exp_avg": torch.zeros(())}), None),
+        (lambda tensors, text: None, None),
         (lambda tensors, text: tensors.update({"optimizer/bias/exp_avg": torch.zeros(8, dtype=torch.int32)}), "int32"),
         (lambda tensors, text: tensors.update({"optimizer/bias/exp_avg": torch.zeros(8).double()}), "float64"),
-        (lambda tensors, text: [tensors.pop(f"optimizer/{name}/step") for name in ("weight", "bias")], "cannot take"),
+        (lambda tensors, text: [tensors.pop(f"optimizer/{name}/step") for name in ("weight", "bias")], "saved with 6"),
         (lambda tensors, text: text.update({"thinwire.optimizer": "no JSON"}), "settings cannot be read"),
         (lambda tensors, text: text.update({"thinwire.optimizer": "[]"}), "settings cannot be read"),
         (lambda tensors, text: text.update({"thinwire.optimizer": '{"groups": [3], "group_of": {}}'}), "be read"),
