@@ -7,7 +7,7 @@ replaces CUDA's driver and records launches. So the times are all that Python an
 to 3 us a launch by published figures, and torch's CUDA allocator and torch.cuda replace stand-ins. Times are of one
 rank of several, whose peers do nothing. `Triton's` are the same calls if each launch asks Triton for the compiled
 kernel, as `kernel[grid](...)` does. Both run in turn, 0.3 ms at a time, so most samples are not interrupted on a busy
-machine. The larger all-reduce is too large for one launch.
+machine. Collectives run with THINWIRE_COLLECTIVE_LAUNCHES=one; the larger all-reduce is too large for it.
 
     launches        of a call
     us              median time of a call
@@ -44,7 +44,14 @@ from thinwire.fused.device_channel import DeviceChannel
 from thinwire.fused.direct_transport import DirectTransport
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels import all_to_all_v, collective, combine, dispatch, permute  # compiled, all of them
+from thinwire.triton_kernels import (  # compiled, all of them
+    LAUNCHES_VARIABLE,
+    all_to_all_v,
+    collective,
+    combine,
+    dispatch,
+    permute,
+)
 from thinwire.triton_kernels.launch import Launcher
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
 
@@ -164,7 +171,7 @@ def main() -> None:
     described = timing.machine(torch.device("cpu"))
     timing.print_machine(described)
     # Communicators of the CPU, whose rounds are given the kernels of a GPU.
-    environ = {"THINWIRE_BACKEND": "triton", "TRITON_INTERPRET": "1"}
+    environ = {"THINWIRE_BACKEND": "triton", "TRITON_INTERPRET": "1", LAUNCHES_VARIABLE: "one"}
     gc.disable()  # as timeit does: all that torch and Triton have imported would be looked through now and then
     with stub_driver() as stub, mock.patch.dict(os.environ, environ):
         figures = run_ranks(measure, RANKS, stub, options.repeats, mode="thread", timeout=900)[0]

@@ -11,17 +11,26 @@ exception from outside ends it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 
 from thinwire.comm.recorder.flight_recorder import Call, FlightRecorder
 from thinwire.comm.resources.result_memory import ResultMemory
+from thinwire.comm.tensors import is_int
 from thinwire.comm.work import Work
-from thinwire.errors import ThinwireError
+from thinwire.errors import ArgumentError, ThinwireError
 
 _T = TypeVar("_T")
+
+
+def checked_programs(number: object) -> int | None:
+    """`num_programs` as it was passed; ArgumentError for what is no number of programs."""
+    if number is None or is_int(number, 1):
+        return cast(int | None, number)
+    raise ArgumentError(f"num_programs is {number!r}, expected an int of at least 1, or None")
 
 
 class Attachment:
@@ -59,10 +68,26 @@ class Calls:
 
     result_memory: ResultMemory  # where new results lie
     prepared: dict[object, Any]  # what operations keep for calls that differ in their tensors alone
+    num_programs: int | None = None  # see `programs`
     recorder: FlightRecorder  # for what is no call, or outlives it
     _attachments: dict[str, Attachment]
     _unfinished: list[Work[None]]  # collectives with steps that are still to be posted
     _ended: str | None = None  # why it is of no use here any more, in a forked process or after an interrupt
+
+    @contextlib.contextmanager
+    def programs(self, number: int | None) -> Iterator[None]:
+        """Within it, kernels of collectives on a GPU have at most so many programs: fewer multiprocessors are taken.
+
+        None: four a multiprocessor. The transport has to be direct; kernels that wait have one program in any case.
+
+        Raises:
+            ArgumentError: another number.
+        """
+        before, self.num_programs = self.num_programs, checked_programs(number)
+        try:
+            yield
+        finally:
+            self.num_programs = before
 
     def call(
         self,

@@ -54,9 +54,8 @@ def all_reduce(
         wire: the format of the first leg, in which the summands travel; None means THINWIRE_WIRE, else int8.
         gather_wire: the format of the second leg, in which the sums travel; None means `wire`. "none" is about a third
             more accurate, and the second leg takes 16 bits an element.
-        comm, transport, async_op: see `all_gather`. On an NVIDIA GPU, direct is one launch for a small tensor (at most
-            256 KiB of bfloat16 on 8 H100); otherwise five for each chunk of as many elements as the slots hold. Staged,
-            an asynchronous call returns when the first leg is over.
+        comm, transport, async_op: see `all_gather`. On a GPU, direct is five launches for each chunk of as many
+            elements as the slots hold. Staged, an asynchronous call returns when the first leg is over.
 
         grad_wire: the format of both legs of what travels in backward; "none" sends gradients as they are. See
             `thinwire.fused.gradients`.

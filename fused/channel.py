@@ -167,6 +167,7 @@ class Channel(LegTransport):
     """The memory and the state of one communicator's direct all-to-all-v, at one rank; see `LegTransport`."""
 
     phases = ("headers", "pieces")
+    num_programs: int | None = None  # of the last call
     slots = "pieces"
     threads = 1  # for the rows of one call
 
@@ -200,6 +201,7 @@ class Channel(LegTransport):
         Raises:
             CapacityError: a 1-D tensor in a format with records longer than a piece, which only an alignment makes.
         """
+        self.num_programs = comm.num_programs
         if call.route is not None and in_memory(x):
             return self.send(Transfer(self, call.route, x, recv_buffer, place), wait=wait).wait
         tail, sends, wire, plain = call.tail, call.sends, call.wire, in_memory(x)

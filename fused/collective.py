@@ -133,6 +133,7 @@ class DirectCollectives(LegTransport):
     """
 
     phases, counted = ("rows", "sums"), "leg"
+    _num_programs: int | None = None  # of the call under way
 
     def __init__(
         self,
@@ -217,6 +218,7 @@ class DirectCollectives(LegTransport):
         """The whole call, of any dense x; see `StagedCollectives.begin`."""
         if call.job is None:
             call.job = self.job(call.op, call.parts, call.row, call.wires[0], call.wires[-1], call.dtype)
+        self._num_programs = comm.num_programs
         self.run(call.job, x if in_memory(x) else flat(x.detach()), out)
 
     def run(self, job: Job, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -251,11 +253,11 @@ class DirectCollectives(LegTransport):
         self._under_way = False
 
     def _launch(self, lane: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int, at_once: int) -> None:
-        kernels, times, done = self._kernels, (self.wait_seconds(), self.grace), 0
+        kernels, times, done, programs = self._kernels, (self.wait_seconds(), self.grace), 0, self._num_programs
         whole = getattr(kernels, "whole", None)  # numba's have it
         if at_once:
             self._phase("in one launch")
-            return in_one_launch(lane, job, x, out, *times, at_once)
+            return in_one_launch(lane, job, x, out, *times, min(at_once, programs or at_once))
         if whole is not None:
             self._phase("in one launch")
             done = whole(lane, job, x, out, chunk)
@@ -263,15 +265,15 @@ class DirectCollectives(LegTransport):
                 return
         self._phase("quantise and store")
         if not done:
-            kernels.send(lane, job, x, chunk)
+            kernels.send(lane, job, x, chunk, programs)
         if job.op != ALL_GATHER and done != TAKEN:
             self._phase("wait for peers, and sum")
-            kernels.reduce(lane, job, None if job.op == ALL_REDUCE else out, chunk, *times)
+            kernels.reduce(lane, job, None if job.op == ALL_REDUCE else out, chunk, *times, programs)
             if not self.on_gpu and self.report[REPORT_STATUS] != RUNNING:
                 return
         if job.op != REDUCE_SCATTER:
             self._phase("wait for peers, and unpack")
-            kernels.gather_recv(lane, job, out, chunk, *times)
+            kernels.gather_recv(lane, job, out, chunk, *times, programs)
 
     def _load_kernels(self, job: Job, x: torch.Tensor, out: torch.Tensor, at_once: int) -> None:
         def launch() -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm import Communicator, communicator_or_default
+from thinwire.comm.calls import checked_programs
 from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError
 from thinwire.fused.all_reduce import all_reduce
@@ -36,6 +37,8 @@ class AllReduceState:
         error_feedback: whether to add what quantising lost to the next step's gradients. It is the first leg's loss;
             the second leg's is the same on all ranks, and stays.
         transport: "auto", "direct" or "staged".
+        num_programs: programs of each kernel on a GPU at most, so that backward has the rest of it; None means four a
+            multiprocessor.
     """
 
     comm: Communicator
@@ -43,11 +46,13 @@ class AllReduceState:
     gather_wire: str | WireFormat | None = None
     error_feedback: bool = False
     transport: str = "auto"
+    num_programs: int | None = 32
     _lost: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.comm = communicator_or_default(self.comm)
         check_transport(self.transport)
+        checked_programs(self.num_programs)
         self.wire = resolve_wire(self.wire)
         self.gather_wire = self.wire if self.gather_wire is None else resolve_wire(self.gather_wire)
 
@@ -87,7 +92,9 @@ def all_reduce_hook(state: AllReduceState, bucket: dist.GradBucket) -> torch.fut
         gradients.add_(lost)
         torch.sub(gradients, arrived(gradients, comm.size, wire, comm.cpu_share.threads), out=lost)
         lost.nan_to_num_(0.0, 0.0, 0.0)  # a step whose gradients overflowed is over with that step
-    all_reduce(gradients, out=gradients, wire=wire, gather_wire=state.gather_wire, comm=comm, transport=state.transport)
+    legs = {"wire": wire, "gather_wire": state.gather_wire, "transport": state.transport}
+    with comm.programs(state.num_programs):
+        all_reduce(gradients, out=gradients, comm=comm, **legs)
     on_gpu = gradients.device.type == "cuda"
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[gradients.device] if on_gpu else None)
     future.set_result(gradients)

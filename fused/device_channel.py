@@ -180,7 +180,7 @@ class DeviceChannel(Channel):
                 self.raise_findings()  # how many steps there are is what peers say: it may take them for ever
             items = form.items(counts, number)
             if items or 0 < number < max(pieces):
-                kernels.recv(self._end, out, out_stride, form.layout, form.flat, number, items)
+                kernels.recv(self._end, out, out_stride, form.layout, form.flat, number, items, self.num_programs)
                 if self.always_looks:
                     self.raise_findings()
 
@@ -188,7 +188,8 @@ class DeviceChannel(Channel):
         form, x = transfer.route.row_format, transfer.x
         assert x is not None
         items, stride = form.items(transfer.route.sends.counts, number), transfer.route.step // x.itemsize
-        kernels.send(self._end, x, stride, form.layout, form.flat, form.signature, number, items)
+        programs = self.num_programs
+        kernels.send(self._end, x, stride, form.layout, form.flat, form.signature, number, items, programs)
 
     @property
     def _nothing(self) -> Segments:

@@ -26,7 +26,7 @@ from thinwire.fused.counts import Counts, parse_integers
 from thinwire.fused.direct_transport import DirectTransport
 from thinwire.fused.gradients import require_linear, wants_gradient, with_gradient
 from thinwire.fused.prepared import in_memory
-from thinwire.fused.transport import check_transport
+from thinwire.fused.transport import check_transport, why_not_by_default
 from thinwire.wire import WireFormat
 
 _EXACT = WireFormat("none")
@@ -83,7 +83,7 @@ class ExchangePlan:
         check_transport(transport)
         self.comm = communicator_or_default(comm)
         self._exchange = partial(all_to_all_v, comm=self.comm, transport=transport)
-        self._may_be_direct = transport != "staged"
+        self._may_be_direct = transport != "staged" and (transport == "direct" or not why_not_by_default(comm))
         size, rank = self.comm.size, self.comm.rank
         self.send_counts = parse_integers(send_counts, size, "send_counts")
         sent = sum(self.send_counts)

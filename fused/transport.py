@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
+import torch
+
 from thinwire.comm.calls import Attachment
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.host_collectives import Setting
@@ -89,7 +91,15 @@ def choose(
             TransportUnavailable, as where there is neither.
     """
     check_transport(transport)
-    found = staged(name, "as asked for") if transport == "staged" else open_()
+    unproven = None if transport == "staged" else why_not_by_default(comm)
+    if unproven is not None and transport == "auto":
+        found = staged(name, unproven)
+        if isinstance(found, Staged):
+            comm.attached(f"{name}, by default", lambda: found)  # for `explain`
+    else:
+        if unproven is not None:
+            warnings.warn(f"{name}: {unproven}", RuntimeWarning, 2)
+        found = staged(name, "as asked for") if transport == "staged" else open_()
     if found.name == "direct" and transport != "two_level":
         return found
     if transport not in ("auto", found.name):
@@ -117,6 +127,13 @@ def why_not_two_levels(comm: Communicator) -> str | None:
         return "its ranks are on one host"
     if len(comm.hosts) == comm.size:
         return "every host has one rank"
+    return None
+
+
+def why_not_by_default(comm: Communicator) -> str | None:
+    """What keeps "auto" from trying the direct transport, which can be asked for all the same."""
+    if comm.device.type == "cuda" and torch.version.hip:
+        return "the direct transport is not proven on AMD GPUs, and is taken by transport='direct' alone"
     return None
 
 

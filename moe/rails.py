@@ -33,6 +33,7 @@ from thinwire.moe.direct_gradients import BackwardRounds
 from thinwire.moe.dispatched import Dispatched, Traffic
 from thinwire.moe.two_level_lanes import EXACT, TwoLevelLanes, TwoLevelRound
 from thinwire.triton_kernels.forward import forward_tokens
+from thinwire.triton_kernels.launch import kept
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, Lane, RoundLayout
 from thinwire.triton_kernels.signal import CONTROL_EPOCH, CONTROL_STATUS, REPORT_EPOCH, SIGNAL_FLAG, SIGNAL_LINE_BYTES
 
@@ -65,7 +66,7 @@ class RailRounds(TwoLevelLanes):
         tokens = torch.arange(config.max_tokens, device=device).unsqueeze(1)
         self._sums_of_tokens = tokens + rows * torch.arange(len(hosts), device=device)
         self.lanes = [replace(lane, message=message) for lane, message in zip(self.lanes, leaving, strict=True)]
-        self._ends = [replace(lane, combine_wire=EXACT) for lane in self.lanes]  # on which sums are float32
+        self._ends = [kept(lane, _with_exact_sums) for lane in self.lanes]
         self._homes = [
             {rank: self._home_of(lane, place) for place, rank in enumerate(self.served)} for lane in self._ends
         ]
@@ -179,7 +180,7 @@ class RailRounds(TwoLevelLanes):
             self.load_kernels(key, lambda: self._launch_combine(expert_out, dtype, out), lane)
         self.take_turn(lane)
         config.comm.recorder.phase("sum and store")
-        end = self._ends[lane] if tensors is None else replace(tensors, combine_wire=EXACT)
+        end = kept(self.lanes[lane] if tensors is None else tensors, _with_exact_sums)
         self.kernels.send_sums(end, expert_out, torch.float32, config.num_programs, of_experts)
         self._open[lane] = False
         return lambda: self._bring_home(lane, out, of_tokens)
@@ -252,6 +253,11 @@ class RailRounds(TwoLevelLanes):
         """With the messages."""
         messages = [self._sums_out, self._sums_here, *self._tokens_here.values()]
         return super().memory_bytes + sum(message.numel() for message in messages)
+
+
+def _with_exact_sums(lane: Lane) -> Lane:
+    """The lane on which sums are float32: one for all rounds, to be `kept`, as it keeps launchers itself."""
+    return replace(lane, combine_wire=EXACT)
 
 
 def end_lines(lane: Lane) -> torch.Tensor:

@@ -12,7 +12,7 @@ SCOPE_VARIABLE = "THINWIRE_ARRIVE_SCOPE"
 SCOPES = ("gpu", "sys")
 #: Environment variable: whether collectives of little data are one launch on an NVIDIA GPU.
 LAUNCHES_VARIABLE = "THINWIRE_COLLECTIVE_LAUNCHES"
-LAUNCHES = ("one", "several")
+LAUNCHES = ("several", "one")
 
 
 def arrive_scope() -> str:
@@ -25,7 +25,7 @@ def arrive_scope() -> str:
 
 
 def collective_launches() -> str:
-    """What THINWIRE_COLLECTIVE_LAUNCHES says, or "one"; raises likewise."""
+    """What THINWIRE_COLLECTIVE_LAUNCHES says, or "several"; raises likewise."""
     return _chosen(LAUNCHES_VARIABLE, LAUNCHES)
 
 

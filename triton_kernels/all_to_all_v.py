@@ -225,9 +225,9 @@ def _moving(end: Endpoint, sends: bool, layout: RecordLayout | None, flat: bool,
 
 def _move(
     end: Endpoint, tensors: tuple[torch.Tensor, ...], step: int, layout: RecordLayout | None, flat: bool, number: int,
-    items: int,
+    items: int, num_programs: int | None,
 ) -> None:  # fmt: skip
-    programs = num_programs_for(items * end.layout.WORLD, end.buffer_ptrs.device, None)
+    programs = num_programs_for(items * end.layout.WORLD, end.buffer_ptrs.device, num_programs)
     changing = ((), (step, number, items)) if layout is None else ((step,), (number, items))
     kept(end, _moving, len(tensors) > 1, layout, flat, number == 0)(programs, 1, tensors, *changing)
 
@@ -241,6 +241,7 @@ def send(
     signature: torch.Tensor,
     number: int,
     items: int,
+    num_programs: int | None = None,
 ) -> None:
     """Stores piece `number` of what goes to each peer, and tells the peers.
 
@@ -252,8 +253,9 @@ def send(
         signature: int64 [SIGNATURE_WORDS] on the device, what a row is.
         number: 0 opens a new epoch.
         items: most rows, or chunks of CHUNK_BYTES, of a piece.
+        num_programs: programs of the launch at most; None means enough to fill the GPU.
     """
-    _move(end, (x, signature), step, layout, flat, number, items)
+    _move(end, (x, signature), step, layout, flat, number, items, num_programs)
 
 
 def wait(
@@ -280,12 +282,13 @@ def _waiting(end: Endpoint, reason: int, check: bool, timeout: float, grace: flo
 
 
 def recv(
-    end: Endpoint, out: torch.Tensor, step: int, layout: RecordLayout | None, flat: bool, number: int, items: int
-) -> None:
+    end: Endpoint, out: torch.Tensor, step: int, layout: RecordLayout | None, flat: bool, number: int, items: int,
+    num_programs: int | None = None,
+) -> None:  # fmt: skip
     """Puts piece `number` of what each peer sent into its rows of the output, and gives the ring's slots back.
 
     Args:
         out: exact rows as one row of uint8; else rows or elements, contiguous. Poisoned memory gives bytes 0xFF.
-        step, layout, flat, number, items: see `send`.
+        step, layout, flat, number, items, num_programs: see `send`.
     """
-    _move(end, (out,), step, layout, flat, number, items)
+    _move(end, (out,), step, layout, flat, number, items, num_programs)

@@ -2,7 +2,7 @@
 
 It does what the launches of `thinwire.triton_kernels.collective` do, one after the other, with the same records in the
 same legs, so ranks with either can share a call. `docs/protocol.md`, "Waiting", says what stands in for the ends of
-launches, and why all programs have to run at once.
+launches. All programs have to run at once, so the launch is a cooperative grid: the GPU starts all of them or none.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from thinwire.triton_kernels.signal import Launch, num_multiprocessors, register
 from thinwire.wire import WireFormat
 
 _MOST_ROWS = 2  # that a program sends or unpacks; the more, the less one launch saves
+_MOST_PROGRAMS = 16  # that wait at once: most of a GPU is left to others
 
 
 @triton.jit(do_not_specialize=DYNAMIC, do_not_specialize_on_alignment=ROWS)
@@ -69,8 +70,8 @@ def programs_at_once(end: Endpoint, job: Job) -> int:
 
 
 def programs_that_fit(job: Job, world: int, multiprocessors: int) -> int:
-    """The same for so many multiprocessors: at most an eighth of them, or a `world`-th if that is fewer."""
-    most, items = multiprocessors // max(world, 8), job.most_rows * world
+    """The same for so many multiprocessors. The driver takes one a multiprocessor, whatever a program needs."""
+    most, items = min(_MOST_PROGRAMS, multiprocessors), job.most_rows * world
     return max(1, min(items, most)) if job.num_chunks == 1 and items <= _MOST_ROWS * most else 0
 
 
@@ -100,5 +101,6 @@ def _launching(
     return launcher_of(
         end, small_kernel, {**times, "LAYOUT": layout, "GATHER": gathered},
         ("x_ptr", "out_ptr", "parts_ptr"), (), ("rows", *SIGNATURE), num_warps=num_warps, enable_fp_fusion=False,
+        launch_cooperative_grid=True,
         **register_limit(end.buffer_ptrs.device, num_warps, 1),  # all that a multiprocessor has
     )  # fmt: skip

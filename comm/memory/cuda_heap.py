@@ -8,7 +8,7 @@ import platform
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,12 +17,16 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm.hosts import VARIABLE
-from thinwire.comm.memory.heap import Heap
+from thinwire.comm.memory.heap import Heap, StillWaiting
 from thinwire.comm.resources.available import require_available
-from thinwire.errors import PeerTimeout, TransportUnavailable
+from thinwire.errors import TransportUnavailable
+from thinwire.triton_kernels.reach import exchange, find_lost
 
 _OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's variable, for ranks that share a GPU
 _ALIGNMENT = 128  # bytes, to which kernels have buffers
+_MOST_SECONDS = 30.0  # that torch gets to map memory
+_TRIAL_SECONDS = 2.0
+_undone: list[str] = []  # why torch did not map memory in this process
 _MOST_PATH = 107  # bytes of a socket's path; torch does not look
 _lock = threading.Lock()
 _given: list[str | None] = []  # what the variable was, for each thread that has set it meanwhile
@@ -49,6 +53,11 @@ class CudaHeap(Heap):
         from torch.distributed import _symmetric_memory
 
         device = self.comm.device
+        if _undone:  # ranks would wait for each other in different places
+            raise TransportUnavailable(
+                f"torch failed to map peers' memory before in the process of rank {self.comm.rank}, and left its part "
+                f"undone: {_undone[0]}"
+            )
         backend = _symmetric_memory.get_backend(device)
         if backend != "CUDA":
             raise TransportUnavailable(
@@ -98,17 +107,18 @@ class CudaHeap(Heap):
             members, limit = [everyone[rank] for rank in self.ranks], timedelta(seconds=comm.timeout)
             group = dist.new_group(members, timeout=limit, backend="gloo", use_local_synchronization=True)
 
-        begun = time.monotonic()
+        # A rank that cannot map a peer leaves torch, where its peers go on waiting: it waits twice as long for them.
+        begun, limit = time.monotonic(), min(comm.timeout / 2, _MOST_SECONDS)
         try:
-            with _without_multicast(), _interrupted_after(comm.timeout):
+            with _without_multicast(), _interrupted_after(limit), _store_limited(group, limit):
                 handle = _symmetric_memory.rendezvous(local, group)
         except RuntimeError as error:
-            if time.monotonic() - begun >= comm.timeout:
+            _undone.append(str(error))
+            if time.monotonic() - begun >= limit:
                 peers = [rank for rank in self.ranks if rank != comm.rank]
-                raise PeerTimeout(
-                    f"rank {comm.rank} waited {comm.timeout:g} s for torch to map the memory of ranks {peers} on "
-                    f"{comm.device}, and one of them ended or stopped meanwhile: end this process, as torch left its "
-                    f"part undone ({error})"
+                raise StillWaiting(
+                    f"rank {comm.rank} waited {limit:g} s for torch to map the memory of ranks {peers} on "
+                    f"{comm.device}, and one of them could not, or stopped meanwhile ({error})"
                 ) from error
             if "socket" not in str(error) and " fd: " not in str(error):
                 raise
@@ -131,6 +141,33 @@ class CudaHeap(Heap):
                 f"{local.data_ptr()}: this version of torch is not supported"
             )
         return buffer_ptrs
+
+    def trials(self, buffer_ptrs: list[int]) -> Sequence[Callable[[], object]]:
+        local, own = self.local, self.ranks.index(self.comm.rank)
+        assert local is not None
+        pointers = torch.tensor([buffer_ptrs[rank] for rank in self.ranks], dtype=torch.int64, device=local.device)
+
+        def store() -> None:
+            exchange(own, local, pointers, _TRIAL_SECONDS)
+            if lost := find_lost(own, local, len(pointers)):
+                raise TransportUnavailable(
+                    f"what ranks {[self.ranks[place] for place in lost]} stored in the memory of rank {self.comm.rank} "
+                    f"on {self.comm.device} did not arrive whole in {_TRIAL_SECONDS:g} s, though they have mapped it"
+                )
+
+        return lambda: exchange(own, local, pointers, 0), store
+
+
+@contextlib.contextmanager
+def _store_limited(group: dist.ProcessGroup, seconds: float) -> Iterator[None]:
+    """Ends torch's waits in the group's store after so many seconds."""
+    store = group.get_group_store()
+    before = store.timeout
+    store.set_timeout(timedelta(seconds=seconds))
+    try:
+        yield
+    finally:
+        store.set_timeout(before)
 
 
 @contextlib.contextmanager

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.resources.available import available_bytes, require_available
-from thinwire.errors import CapacityError
+from thinwire.errors import CapacityError, TransportUnavailable
+
+
+class StillWaiting(TransportUnavailable):
+    """A rank waited for others, one of which may know more of why."""
 
 
 class Heap:
@@ -74,6 +78,10 @@ class Heap:
         # A peer that closes first must not take its memory away from this rank's kernels.
         self.mappings = self.comm.share_objects(self.local) if self.comm.in_process else []
         return [offers[rank if rank in self.ranks else self.comm.rank] for rank in range(self.comm.size)]
+
+    def trials(self, buffer_ptrs: list[int]) -> Sequence[Callable[[], object]]:
+        """Steps that show whether what is mapped can be used; TransportUnavailable where it cannot."""
+        return ()
 
     def _least(self, available: Sequence[int]) -> int:
         return min(available[rank] for rank in self.ranks)

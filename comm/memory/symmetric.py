@@ -9,7 +9,7 @@ import torch
 
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.memory.cuda_heap import CudaHeap
-from thinwire.comm.memory.heap import Heap
+from thinwire.comm.memory.heap import Heap, StillWaiting
 from thinwire.comm.memory.posix_heap import PosixHeap
 from thinwire.comm.shaped_json import MOST_TEXT, OneOf
 from thinwire.errors import CapacityError, PeerTimeout, ThinwireError, TransportUnavailable
@@ -18,7 +18,9 @@ from thinwire.errors import CapacityError, PeerTimeout, ThinwireError, Transport
 HEAPS: dict[str, type[Heap]] = {heap.kind: heap for heap in (Heap, PosixHeap, CudaHeap)}
 
 #: What a step may raise, by the name that peers are told.
-_KINDS: dict[str, type[ThinwireError]] = {kind.__name__: kind for kind in (CapacityError, TransportUnavailable)}
+_KINDS: dict[str, type[ThinwireError]] = {
+    kind.__name__: kind for kind in (StillWaiting, CapacityError, TransportUnavailable)
+}
 
 
 class SymmetricMemory:
@@ -149,6 +151,8 @@ def allocate(
             facts = _on_all_ranks(comm, heap.inspect, heap.fact, heap.read_fact)
             offers = _on_all_ranks(comm, lambda: heap.create(facts), heap.offer, heap.read_offer)
             _on_all_ranks(comm, lambda: buffer_ptrs.extend(heap.attach(offers)), None)
+            for step in heap.trials(buffer_ptrs):
+                _on_all_ranks(comm, step, None)
             assert heap.local is not None
             comm.log(f"symmetric memory: {heap.kind} heap, {num_bytes / 2**20:.1f} MiB a rank, generation {generation}")
             return SymmetricMemory(heap.kind, generation, heap.local, buffer_ptrs, heap.mappings)
@@ -185,6 +189,8 @@ def _on_all_ranks(
 ) -> list[Any]:
     """Runs a step on every rank and returns all results; what it raised on the first rank that failed, all raise.
 
+    Ranks that only waited for others come last.
+
     Args:
         shape: of a result, see `thinwire.comm.shaped_json`.
         read: what turns that into what is returned; a ValueError for what no rank can have sent.
@@ -213,7 +219,7 @@ def _on_all_ranks(
             notes: list[str] = getattr(timeout, "__notes__", [])
             timeout.__notes__ = [*notes, f"before that: {error}"]  # add_note, which Python 3.10 lacks
         raise
-    for rank, outcome in enumerate(outcomes):
+    for rank, outcome in sorted(enumerate(outcomes), key=lambda told: told[1][0] == StillWaiting.__name__):
         if len(outcome) == 2:
             kind, text = outcome
             if kind not in _KINDS:

@@ -19,7 +19,7 @@ UNUSABLE = {
     "THINWIRE_WIRE": ("int9", "unknown wire format 'int9'; accepted: none, int8"),
     "THINWIRE_BACKEND": ("cuda", "names no backend; accepted: triton, numba, torch"),
     "THINWIRE_ARRIVE_SCOPE": ("cta", "'cta' in the environment; accepted: gpu, sys"),
-    "THINWIRE_COLLECTIVE_LAUNCHES": ("2", "'2' in the environment; accepted: one, several"),
+    "THINWIRE_COLLECTIVE_LAUNCHES": ("2", "'2' in the environment; accepted: several, one"),
     "THINWIRE_CPU_THREADS": ("many", "expected 1 to 1024"),
     "THINWIRE_LOG": ("loud", "expected one of debug, info, warning, error"),
 }

@@ -550,7 +550,8 @@ def three_gpus(monkeypatch):
 
 def rank_on_gpu(rank):
     device = torch.device("cuda", rank)
-    comm = SimpleNamespace(rank=rank, size=3, device=device, group=None, in_process=False, timeout=30.0)
+    group = SimpleNamespace(get_group_store=dist.HashStore)
+    comm = SimpleNamespace(rank=rank, size=3, device=device, group=group, in_process=False, timeout=30.0)
     return CudaHeap(comm, 4096, range(comm.size))
 
 
@@ -610,14 +611,14 @@ def test_torch_makes_no_multicast_object(monkeypatch, given):
 
     def rendezvous(local, group):
         entered.wait(10)
-        may_leave[group].wait(10)
+        may_leave[group.number].wait(10)
         seen.append(os.environ.get(name))
         return SimpleNamespace(buffer_ptrs=[local.data_ptr(), 128, 256])
 
     monkeypatch.setattr(_symmetric_memory, "rendezvous", rendezvous)
     threads = []
     for number, heap in enumerate(heaps):
-        heap.local, heap.comm.group = aligned_bytes(), number
+        heap.local, heap.comm.group.number = aligned_bytes(), number
         threads.append(threading.Thread(target=heap.attach, args=([],)))
         threads[-1].start()
     entered.wait(10)
@@ -628,24 +629,29 @@ def test_torch_makes_no_multicast_object(monkeypatch, given):
 
 
 def test_a_wait_that_holds_the_interpreter_ends_in_time_and_says_so(monkeypatch):
-    """As torch's for a peer's socket does, so that no thread of Python's could end it."""
+    """As torch's for a peer's socket does, so that no thread of Python's could end it. The process is then staged."""
     heap, (ours, _peers) = rank_on_gpu(0), socket.socketpair()
-    heap.local, heap.comm.timeout = aligned_bytes(), 0.2
+    heap.local, heap.comm.timeout = aligned_bytes(), 0.4
+    monkeypatch.setattr(cuda_heap, "_undone", [])
 
     def rendezvous(*_):
         if ctypes.PyDLL(None).recv(ours.fileno(), ctypes.create_string_buffer(1), 1, 0) < 0:
             raise RuntimeError("Failed to receive fd: Interrupted system call")
 
     monkeypatch.setattr(_symmetric_memory, "rendezvous", rendezvous)
-    told = r"rank 0 waited 0.2 s for torch to map the memory of ranks \[1, 2\] on cuda:0.*end this process"
-    with pytest.raises(PeerTimeout, match=told):
+    told = r"rank 0 waited 0.2 s for torch to map the memory of ranks \[1, 2\] on cuda:0.*Interrupted system call"
+    with pytest.raises(TransportUnavailable, match=told):
         heap.attach([])
+    monkeypatch.setattr(_symmetric_memory, "get_backend", lambda device: "CUDA")
+    with pytest.raises(TransportUnavailable, match="left its part undone: Failed to receive fd"):
+        heap.inspect()
     assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_a_socket_that_is_in_the_way_is_named(monkeypatch, tmp_path):
     heap = rank_on_gpu(0)
     heap.local = aligned_bytes()
+    monkeypatch.setattr(cuda_heap, "_undone", [])
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     path = tmp_path / f"symm_mem-{os.getpid()}"
     for problem in ("Failed to bind socket: Address already in use", "Failed to send fd: No such file or directory"):
@@ -709,19 +715,21 @@ def test_this_torch_has_what_the_heap_calls():
         _SymmetricMemory.empty_strided_p2p.__doc__ or "",
     )
     assert isinstance(_SymmetricMemory.buffer_ptrs, property)
+    assert hasattr(dist.ProcessGroup, "get_group_store")
     assert _symmetric_memory.get_backend(torch.device("cpu")) is None
 
 
 def test_the_gpus_of_one_host_map_each_other_alone(three_gpus, monkeypatch):
     heap, asked = rank_on_gpu(2), []
     heap.ranks, heap.comm.timeout, heap.comm.group = (0, 2), 30.0, "the group"
+    made = rank_on_gpu(0).comm.group
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: 1 not in (a, b))
     with pytest.raises(RuntimeError, match="device type cuda"):  # rank 1 is not asked for, and there is no GPU
         heap.create(GPUS)
     heap.local = aligned_bytes()
     own = heap.local.data_ptr()
     monkeypatch.setattr(cuda_heap.dist, "get_process_group_ranks", lambda _: [7, 8, 9])
-    monkeypatch.setattr(cuda_heap.dist, "new_group", lambda *given, **more: asked.append((given, more)) or "a new one")
+    monkeypatch.setattr(cuda_heap.dist, "new_group", lambda *given, **more: asked.append((given, more)) or made)
     monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda *_: SimpleNamespace(buffer_ptrs=[128, own]))
     assert heap.attach([]) == [128, own, own]
     ((given, more),) = asked

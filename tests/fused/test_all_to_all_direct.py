@@ -6,8 +6,11 @@ import os
 import random
 import signal
 import time
+import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -75,6 +78,35 @@ def test_one_rank_that_cannot_makes_all_take_the_staged_transport_and_say_so() -
     reason = "it needs the numba backend and THINWIRE_BACKEND=torch on rank 1"
     expected = [f"all_to_all_v cannot take the direct transport: {reason}", f"all_to_all_v: staged, as {reason}"]
     assert run_ranks(_says_why, 2, timeout=120) == [expected] * 2
+
+
+def _on_amd(comm: Communicator) -> None:
+    asked, gpu = transport.why_not_by_default, SimpleNamespace(device=torch.device("cuda"))
+    assert asked(comm) is asked(gpu) is None
+    with mock.patch.object(torch.version, "hip", "7.0"):
+        assert asked(comm) is None  # a CPU rank
+        why = asked(gpu)
+    x = torch.ones(4, 8)
+    with (
+        mock.patch.multiple(transport, why_not_by_default=lambda comm: why),
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
+        all_to_all_v(x, [2, 2], comm=comm)
+        tw.all_reduce(x, comm=comm)
+        with tw.ExpertParallel(comm, 4, 1, 8, 4) as ep:
+            assert "staged" in ep.explain() and "is not proven on AMD GPUs" in ep.explain()
+        told = comm.explain()
+        for name in ("all_to_all_v", "all_reduce"):
+            assert f"{name}: staged, as the direct transport is not proven on AMD GPUs" in told
+        assert not said and comm.attached("all_to_all_v") is None
+        all_to_all_v(x, [2, 2], comm=comm, transport="direct")
+        assert "all_to_all_v: direct" in comm.explain()
+    assert [str(warning.message) for warning in said] == [f"all_to_all_v: {why}"]
+
+
+def test_on_amd_the_direct_transport_is_taken_by_name_alone() -> None:
+    run_ranks(_on_amd, 2)
 
 
 def _explained(comm: Communicator) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.wires import DTYPES, WIRES, assert_same_bits, magnitudes, relative_error
 from thinwire.errors import TransportUnavailable, WireFormatError
+from thinwire.fused import backend
 from thinwire.fused.backend import require_wire_support
 from thinwire.fused.codec import dequantize, quantize
 from thinwire.triton_kernels.codec_reference import (
@@ -203,6 +206,24 @@ def test_fp8_is_refused_on_gpus_without_it() -> None:
         require_wire_support(WireFormat.parse("fp8"), (8, 0))
     require_wire_support(WireFormat.parse("fp8"), (8, 9))
     require_wire_support(WireFormat.parse("int8"), (8, 0))
+
+
+@pytest.mark.parametrize(
+    ("version", "wire", "times"),
+    [("3.6.0", "int8+h64", 1), ("3.6.0", "int8", 0), ("3.7.0", "int8+h64", 0), ("3.10.1+git1", "int4+h64", 0)],
+)
+def test_rotated_formats_warn_once_of_a_triton_that_spills(
+    version: str, wire: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend._warn_of_spills.cache_clear()
+    monkeypatch.setattr(backend, "triton", SimpleNamespace(__version__=version))
+    monkeypatch.setattr(backend, "_triton", lambda device, reason: SimpleNamespace(name="triton", reason=reason))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for index in range(2):
+            backend._select.__wrapped__(torch.device("cuda", index), WireFormat.parse(wire), 1, None, None, True)
+    assert len(said) == times and all("use 'int8'" in str(warning.message) for warning in said)
 
 
 def test_the_wire_variable_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 
 pytest.importorskip("numba", reason="the CPU kernels need numba")
@@ -11,9 +14,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import thinwire as tw
 from tests.helpers.wires import relative_error
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import WireFormatError
+from thinwire.errors import ArgumentError, WireFormatError
+from thinwire.fused import ddp
 from thinwire.fused.codec import dequantize, quantize
 from thinwire.fused.ddp import AllReduceState, all_reduce_hook
 from thinwire.fused.staged_collective import arrived
@@ -191,6 +196,18 @@ def test_what_arrives_is_what_quantising_leaves() -> None:
         padded = torch.cat((part, torch.zeros(-part.numel() % 1024))).view(-1, 1024)
         expected.append(dequantize(quantize(padded, wire)).view(-1)[: part.numel()])
     assert torch.equal(arrived(x, 3, wire), torch.cat(expected))
+
+
+@pytest.mark.parametrize(("given", "programs"), [({}, 32), ({"num_programs": 7}, 7), ({"num_programs": None}, None)])
+def test_the_hook_leaves_most_of_a_gpu_to_backward(given: dict[str, Any], programs: int | None) -> None:
+    with tw.init() as comm, mock.patch.object(ddp, "all_reduce") as reduce:
+        reduce.side_effect = lambda *_, **__: seen.append(comm.num_programs)
+        seen: list[int | None] = []
+        all_reduce_hook(AllReduceState(comm, **given), mock.Mock(buffer=lambda: torch.ones(4)))
+        assert seen == [programs] and comm.num_programs is None
+        for wrong in (0, 2.0, True, "8"):
+            with pytest.raises(ArgumentError, match="num_programs is .* expected an int of at least 1, or None"):
+                AllReduceState(comm, num_programs=wrong)  # type: ignore[arg-type]
 
 
 def _double(comm: Communicator) -> None:

@@ -20,6 +20,7 @@ from thinwire.comm.communicator import Communicator
 from thinwire.errors import ConfigMismatch, PeerTimeout
 from thinwire.fused.collective import DirectCollectives, open_collectives
 from thinwire.testing import run_ranks
+from thinwire.triton_kernels import LAUNCHES, LAUNCHES_VARIABLE
 
 #: Small enough that calls of some ten thousand elements a rank are several epochs.
 SLOT_BYTES = 32768
@@ -101,8 +102,10 @@ def _many_calls(comm: Communicator) -> list[tuple[str, torch.Tensor]]:
     return [(name, on_host(out)) for name, out in results]
 
 
+@pytest.mark.parametrize("launches", LAUNCHES)
 @sharing
-def test_many_calls_of_all_kinds_through_small_slots(mode: str) -> None:
+def test_many_calls_of_all_kinds_through_small_slots(mode: str, launches: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LAUNCHES_VARIABLE, launches)
     _as_on_the_cpu(mode, _many_calls)
 
 
@@ -146,8 +149,10 @@ def _graphs(comm: Communicator) -> None:
     collectives.check()
 
 
+@pytest.mark.parametrize("launches", LAUNCHES)
 @sharing
-def test_graphs_replay_with_other_data(mode: str) -> None:
+def test_graphs_replay_with_other_data(mode: str, launches: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LAUNCHES_VARIABLE, launches)
     run_on_one_gpu(mode, _graphs)
 
 

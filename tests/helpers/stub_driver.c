@@ -21,7 +21,7 @@ typedef struct {
 typedef struct {
   const Function *function;
   uint64_t stream;
-  int32_t grid[3], threads, shared, device, num_parameters;
+  int32_t grid[3], threads, shared, device, cooperative, num_parameters;
   uint64_t parameters[MOST_PARAMETERS];
 } Launch;
 
@@ -46,6 +46,12 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **par
   const Function *function = (const Function *)f;
   if (function == NULL || config->blockDimX == 0 || config->gridDimX == 0)
     return CUDA_ERROR_INVALID_VALUE;
+  int cooperative = 0;
+  for (unsigned int i = 0; i < config->numAttrs; i++)
+    if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE)
+      cooperative = config->attrs[i].value.cooperative;
+  if (cooperative && config->gridDimX * config->gridDimY * config->gridDimZ > (unsigned int)multiprocessors)
+    return CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE; // as of a program that needs all of one
   Launch *launch = &launches[num_launches++ % MOST_LAUNCHES];
   launch->function = function;
   launch->stream = (uint64_t)config->hStream;
@@ -53,6 +59,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **par
   launch->threads = config->blockDimX;
   launch->shared = config->sharedMemBytes;
   launch->device = current_device;
+  launch->cooperative = cooperative;
   launch->num_parameters = function->num_parameters;
   for (int i = 0; i < function->num_parameters; i++) {
     launch->parameters[i] = 0;

@@ -45,7 +45,7 @@ _HEADERS = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
 class Launched:
     """What the driver was told of a launch; `parameters` are as many bytes each as the kernel takes.
 
-    Two specialisations of a kernel are two functions, of one name.
+    Two specialisations of a kernel are two functions, of one name. A cooperative grid larger than the GPU is refused.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Launched:
     shared: int
     stream: int
     device: int
+    cooperative: bool
 
 
 class _Launch(ctypes.Structure):
@@ -66,6 +67,7 @@ class _Launch(ctypes.Structure):
         ("threads", ctypes.c_int32),
         ("shared", ctypes.c_int32),
         ("device", ctypes.c_int32),
+        ("cooperative", ctypes.c_int32),
         ("num_parameters", ctypes.c_int32),
         ("parameters", ctypes.c_uint64 * _MOST_PARAMETERS),
     )
@@ -121,6 +123,7 @@ class StubDriver:
             launch.shared,
             launch.stream,
             launch.device,
+            bool(launch.cooperative),
         )
 
     def describe(self, module: int, function: int, name: str, files: dict[str, str], key: str) -> None:

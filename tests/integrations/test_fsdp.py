@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -305,7 +306,7 @@ def test_gathers_in_advance_and_other_reductions_change_nothing(env: dict[str, s
 def _open_gathers(comm: Communicator) -> None:
     """A gather that was posted is waited for by FSDP, and by the next call."""
     group, wire = comm.group, fsdp.resolve_wire("int8")
-    leg = fsdp._AllGather(wire, {})
+    leg = fsdp._AllGather(wire, {}, None)
     x = torch.randn(5000, generator=torch.Generator().manual_seed(comm.rank))
     outputs = [leg.allocate([5000 * comm.size], dtype=x.dtype, device=x.device) for _ in range(2)]
     works = [leg(output, x, group, async_op=True) for output in outputs]
@@ -313,7 +314,7 @@ def _open_gathers(comm: Communicator) -> None:
     wanted = torch.empty_like(outputs[0])
     assert leg(wanted, x, group) is None
     assert torch.equal(outputs[0], wanted) and torch.equal(outputs[1], wanted)
-    scatter, totals = fsdp._ReduceScatter(fsdp.resolve_wire("none"), {}), []
+    scatter, totals = fsdp._ReduceScatter(fsdp.resolve_wire("none"), {}, None), []
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp(dist.ReduceOp.AVG)):
         totals.append(torch.empty(5000))
         scatter(totals[-1], wanted.clone(), group, op)
@@ -377,7 +378,7 @@ def _late(comm: Communicator) -> None:
     if comm.rank == 1:
         time.sleep(2.5)
     out = torch.empty(4 * comm.size)
-    fsdp._AllGather(fsdp.resolve_wire("none"), {})(out, torch.full((4,), float(comm.rank)), group)
+    fsdp._AllGather(fsdp.resolve_wire("none"), {}, None)(out, torch.full((4,), float(comm.rank)), group)
     assert torch.equal(out, torch.arange(comm.size).repeat_interleave(4).float())
 
 
@@ -453,6 +454,28 @@ class _Bitsandbytes(nn.Linear):
 _Bitsandbytes.__module__ = "bitsandbytes.nn.modules"
 
 
+def _budget(comm: Communicator) -> None:
+    """Programs of kernels in the hooks, by default and as asked for; and outside of them."""
+    for given, programs in ({}, 32), ({"num_programs": 5}, 5):
+        net, seen = _shard(_net(), _mesh(comm)), []
+        legs = {name: getattr(fsdp, name) for name in ("all_gather", "reduce_scatter")}
+
+        def watched(name: str, legs: Any = legs, seen: Any = seen) -> Any:
+            return lambda *x, comm, **more: seen.append((name, comm.num_programs)) or legs[name](*x, comm=comm, **more)
+
+        with mock.patch.multiple(fsdp, **{name: watched(name) for name in legs}):
+            fsdp.quantize(net, **given)
+            _backward(net, _x(comm))
+        assert {*seen} == {("all_gather", programs), ("reduce_scatter", programs)}
+    assert comm.num_programs is None
+    with pytest.raises(ArgumentError, match="num_programs is 0, expected an int of at least 1, or None"):
+        fsdp.quantize(net, num_programs=0)
+
+
+def test_hooks_leave_most_of_a_gpu_to_the_model() -> None:
+    run_ranks(_budget, 2)
+
+
 def _refusals(comm: Communicator) -> None:
     with pytest.raises(ArgumentError, match="nothing in this Sequential is sharded: call .*fully_shard"):
         fsdp.quantize(_net())
@@ -479,7 +502,7 @@ def _refusals(comm: Communicator) -> None:
         fsdp.quantize(several)
     group = dist.new_group([0], backend="fake")
     with pytest.raises(TransportUnavailable, match="'cpu': 'fake'.* accepted: gloo for the CPU"):
-        fsdp._AllGather(fsdp.resolve_wire("int8"), {})(torch.empty(4), torch.ones(4), group)
+        fsdp._AllGather(fsdp.resolve_wire("int8"), {}, None)(torch.empty(4), torch.ones(4), group)
 
 
 def test_what_cannot_be_quantised_is_refused_by_name() -> None:

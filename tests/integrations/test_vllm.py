@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import ArgumentError, ConfigMismatch, RoutingError, TransportUnavailable
+from thinwire.errors import ArgumentError, CapacityError, ConfigMismatch, RoutingError, TransportUnavailable
 from thinwire.integrations import vllm as plugin
 from thinwire.testing import run_ranks
 
@@ -269,12 +269,8 @@ def test_a_step_of_fixed_shape_has_a_row_for_each_token(monkeypatch: pytest.Monk
             ids = torch.full((capacity, top_k), -1, dtype=torch.int64, device="meta")
             return asked[0], ids, ids.float(), ids[:, :2], ids[0, 0] < 0
 
-    class Base:
-        def prepare(self, rows: torch.Tensor, *_: Any) -> Any:
-            return rows, None, None, None, None
-
     ep = types.SimpleNamespace(dispatch=lambda *_, layer: Round(), local_experts=range(local, 2 * local))
-    made: Any = type("Made", (plugin.PrepareAndFinalize, Base), {})(
+    made: Any = type("Made", (plugin.PrepareAndFinalize, _AsTheyAre), {})(
         types.SimpleNamespace(comm=types.SimpleNamespace(size=world, rank=1)), eager=False
     )
     made._ep, made._layer, made._copies, made._by_expert, made._fixed = ep, 0, 1, False, True
@@ -291,6 +287,60 @@ def test_a_step_of_fixed_shape_has_a_row_for_each_token(monkeypatch: pytest.Monk
     by_expert = world * tokens * min(top_k, local)  # room for a row for each token and expert
     said = ROWS.format(f"{len(rows):,}", rows.nbytes / 1e6, f"{by_expert:,}", by_expert * hidden * 2 / 1e6)
     assert said in (ROOT / "docs" / "integrations-vllm.md").read_text(), said
+
+
+@pytest.mark.parametrize(
+    ("sizes", "overflows"), [([3, 4], False), ([3, 4], True), ([9, 3], False), ([3, 4, 4, 4], False)]
+)
+def test_a_rank_with_more_tokens_than_a_step_has_is_told(
+    sizes: list[int], overflows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several sizes a rank has as many tokens as its own says, and no more; rows that were dropped leave NaN."""
+
+    class Round:
+        def gather_records(self, capacity: int) -> Any:
+            ids = torch.zeros(capacity, TOP_K, dtype=torch.int64)
+            return torch.ones(capacity, HIDDEN), ids, ids + 0.5, ids, torch.tensor(overflows)
+
+    made: Any = type("Made", (plugin.PrepareAndFinalize, _AsTheyAre), {})(
+        types.SimpleNamespace(comm=types.SimpleNamespace(size=2, rank=1)), eager=False
+    )
+    made._ep = types.SimpleNamespace(dispatch=lambda *_, layer: Round(), local_experts=range(2, 4))
+    made._layer, made._copies, made._by_expert, made._fixed = 0, 1, False, True
+    step = types.SimpleNamespace(dp_metadata=types.SimpleNamespace(local_sizes=sizes))
+    context: Any = types.ModuleType("vllm.forward_context")
+    context.get_forward_context = lambda: step
+    monkeypatch.setitem(sys.modules, "vllm.forward_context", context)
+    x, weights, ids = _tokens(1, 4)
+    if sizes == [9, 3]:
+        with pytest.raises(CapacityError, match="rank 1 has 4 tokens in a step in which vLLM says that it has 3"):
+            made.prepare(x, weights, ids, 4, None, False, None)
+        return
+    *_, weights = made.prepare(x, weights, ids, 4, None, False, None)
+    assert len(weights) == sum(sizes) and weights.isnan().all() == weights.isnan().any() == overflows
+
+
+class _AsTheyAre:
+    def prepare(self, rows: torch.Tensor, *_: Any) -> Any:
+        return rows, None, None, None, None
+
+
+def test_the_log_says_once_that_another_backend_carries_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    logger: Any = types.ModuleType("vllm.logger")
+    logger.init_logger = lambda name: types.SimpleNamespace(warning_once=said.append)
+    monkeypatch.setitem(sys.modules, "vllm.logger", logger)
+    monkeypatch.setattr(
+        torch.ops, "vllm", types.SimpleNamespace(moe_forward="plain", moe_forward_shared="shared"), False
+    )
+    for kernels, backend in ((True, "flashinfer_nvlink_one_sided"), (False, "flashinfer"), (True, plugin._BACKEND)):
+        parallel = types.SimpleNamespace(use_all2all_kernels=kernels, all2all_backend=backend)
+        runner = types.SimpleNamespace(
+            moe_config=types.SimpleNamespace(moe_parallel_config=parallel), _shared_experts=None
+        )
+        assert plugin._operator(runner) == "plain"
+    (told,) = said
+    assert told.startswith("THINWIRE_VLLM=1 has no effect with --all2all-backend flashinfer_nvlink_one_sided, which")
 
 
 @needs_vllm

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from thinwire.comm import Communicator
 from thinwire.comm.hosts import Hosts
 from thinwire.errors import CapacityError, PeerTimeout, RoutingError
 from thinwire.testing import RankError, run_ranks
+from thinwire.triton_kernels.launch import Launcher
 
 pytest.importorskip("triton", reason="its kernels are Triton's")
 
@@ -77,6 +79,27 @@ def test_what_comes_home_is_what_comes_home_on_cpus(wire: str) -> None:
     ):
         for number, (left, right) in enumerate(zip(one, other, strict=True)):
             assert_same_bits(f"round {number}", left, right)
+
+
+def _launchers_made(comm: Communicator) -> list[int]:
+    """In each of some rounds whose experts sum up a token's rows themselves."""
+    x, ids, weights = torch.ones(2, 16), torch.tensor([[0, 1], [1, 0]]), torch.ones(2, 2)
+    made, found = mock.Mock(), []
+    made.side_effect = Launcher.__init__
+    with (
+        ExpertParallel(on_hosts(comm, ((0,), (1,))), 2, 2, 16, 2, transport="two_level") as ep,
+        mock.patch.object(Launcher, "__init__", lambda *given, **more: made(*given, **more)),
+    ):
+        for _ in range(3):
+            d = ep.dispatch(x, ids, weights)
+            ep.combine(d.gather_records(4).tokens, d, weighted=True)
+            found.append(made.call_count)
+    return found
+
+
+def test_weighted_rounds_keep_their_launchers() -> None:
+    for first, *later in run_ranks(_launchers_made, 2, env=INTERPRETED, timeout=100):
+        assert first > 0 and {*later} == {first}
 
 
 def _crossed(comm: Communicator) -> None:

@@ -1,4 +1,4 @@
-"""Loads, stores, atomics, fences, launches that depend on each other, and asynchronous copies."""
+"""Loads, stores, atomics, fences and asynchronous copies."""
 
 from __future__ import annotations
 
@@ -198,20 +198,6 @@ def _fence(state: State, instruction: Instruction) -> Step:
     return step
 
 
-def _depend(state: State, instruction: Instruction) -> Step:
-    """`griddepcontrol`. Threads that wait execute it once the launch before has ended."""
-    if instruction.opcode[1] not in ("launch_dependents", "wait"):
-        raise PtxError(f"not built: {instruction.text}")
-
-    def step(mask: Mask) -> None:
-        if instruction.opcode[1] == "launch_dependents":
-            state.triggered = True
-        elif state.clocks is not None:
-            state.clocks.wait(state.chosen(mask))
-
-    return step
-
-
 def _copy(state: State, instruction: Instruction) -> Step:
     """`cp.async`: shared memory holds the copy when its group is waited for, and not before.
 
@@ -300,6 +286,5 @@ ACCESSES: dict[str, Builder] = {
     "red": _atomic,
     "fence": _fence,
     "membar": _fence,
-    "griddepcontrol": _depend,
     "cp": _copy,
 }

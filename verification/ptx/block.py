@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -33,18 +33,13 @@ _PREEMPTED = 1 / 16  # how often an access lets another warp run
 class Block:
     """Runs one program of a grid.
 
-    Args:
-        before: those programs of the launch before that have not ended and that `griddepcontrol.wait` waits for.
-
     Attributes:
         executed: how often warps have executed each instruction of the code.
         clock: its time, where that is taken.
     """
 
-    def __init__(
-        self, state: State, order: random.Random | None = None, clock: Clock | None = None, before: Sized = ()
-    ) -> None:  # fmt: skip
-        self.state, self._order, self.clock, self._before = state, order, clock, before
+    def __init__(self, state: State, order: random.Random | None = None, clock: Clock | None = None) -> None:
+        self.state, self._order, self.clock = state, order, clock
         self._code = state.program.code
         self._steps: list[Step | None] = [None] * len(self._code)
         self.executed = [0] * len(self._code)
@@ -114,9 +109,6 @@ class Block:
             taken = self._taken(instruction, mask)
             if instruction.tells_others:
                 yield
-                if self._before and instruction.opcode == ("griddepcontrol", "wait") and np.any(taken):
-                    self._shuffle()
-                    break
             self.executed[at] += warps
             if self.clock is not None:
                 self.clock.before(at, instruction, mask, taken)

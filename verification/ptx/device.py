@@ -1,6 +1,6 @@
 """The GPUs of all ranks: launchers run as they are, and what they launch runs here, as the PTX that Triton makes of it.
 
-A device runs a rank's launches one after the other, but for programmatic dependent ones, and different ranks' together:
+A device runs a rank's launches one after the other, and those of different ranks together:
 
     device = Device(ranks=2, races=True)
     device.register("rank 0's buffer", buffer)       # what kernels reach through addresses alone
@@ -14,13 +14,8 @@ Compiled kernels come from Triton's own cache, in `TRITON_CACHE_DIR`, by the sou
 calls, the types, constants and alignment of its arguments, the options, the GPU, and Triton itself.
 
 What this cannot tell: what the assembler makes of the PTX, and the schedules that were not drawn. Times are reckoned.
-Memory is consistent for all at once, so that a missing order is a race and seldom a wrong value.
-
-Kernels of a rank follow each other as on one stream: each begins when the one before it has ended. One that is launched
-with `launch_pdl=True` begins, by chance sooner or later, when all programs of that one have executed
-`griddepcontrol.launch_dependents` or ended, and waits for its end where it executes `griddepcontrol.wait`. As with the
-edges of a CUDA graph, only the kernel in front is waited for: one further in front may still run if that one did not
-wait for it. Metered launches never overlap.
+Kernels of a rank follow each other as on one stream; memory is consistent for all at once, so that a missing order is a
+race and seldom a wrong value.
 """
 
 from __future__ import annotations
@@ -28,10 +23,10 @@ from __future__ import annotations
 import itertools
 import random
 import struct
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -46,12 +41,11 @@ from verification.ptx.latencies import L2_BYTES
 from verification.ptx.memory import GlobalMemory
 from verification.ptx.meter import Clock, Launched
 from verification.ptx.program import Program, parse
-from verification.ptx.races import Races, Threads
+from verification.ptx.races import Races
 from verification.ptx.state import State
 
 #: Changes a kernel's PTX, given its name, before it runs.
 Edit = Callable[[str, str], str]
-_BEGINS = 1 / 8  # how often a turn lets a programmatic launch begin, once all have triggered it
 
 
 @dataclass(frozen=True)
@@ -62,28 +56,10 @@ class _Prepared:
     shared_bytes: int
     arguments: dict[str, int]
     grid: tuple[int, ...]  # three numbers
-    programmatic: bool  # may begin before the launch in front of it has ended
 
     @property
     def programs(self) -> int:
         return self.grid[0] * self.grid[1] * self.grid[2]
-
-    @property
-    def threads(self) -> int:
-        return self.programs * self.program.threads
-
-
-_Queued = _Prepared | Callable[[], Iterator[None] | None]
-
-
-@dataclass(eq=False)
-class _Begun:
-    """A launch, or a function of the host, which has no block, and what of it has not ended."""
-
-    running: dict[Iterator[None], Block | None]
-    blocks: dict[int, Block] = field(default_factory=dict)
-    clocks: list[Threads] | None = None
-    meter: Launched | None = None
 
 
 def _is_constant(kernel: Any, name: str, value: Any) -> bool:
@@ -148,7 +124,7 @@ class Device:
         self._any_order = warps == "any order"
         self._random = random.Random(seed)
         self._now = 0
-        self._queue: list[tuple[int, _Queued]] = []
+        self._queue: list[tuple[int, _Prepared | Callable[[], Iterator[None] | None]]] = []
 
     def register(self, name: str, tensor: torch.Tensor) -> None:
         """Lets kernels reach a tensor's memory, and names it in messages. Arguments of launches need not be."""
@@ -171,7 +147,6 @@ class Device:
                 grid(arguments) if callable(grid) else grid,
                 compiled.metadata.shared,
                 queued,
-                named.get("launch_pdl", False),
             )
 
         with mock.patch.object(JITFunction, "run", run):
@@ -183,14 +158,13 @@ class Device:
 
     def launch(
         self, ptx: str, arguments: dict[str, Any], grid: tuple[int, ...] = (1,), shared_bytes: int = 0,
-        queued: bool = False, programmatic: bool = False,
+        queued: bool = False,
     ) -> None:  # fmt: skip
         """Launches the kernel in a PTX file on GPU `rank`.
 
         Args:
             arguments: tensors and numbers, in the order of its parameters, with names for messages.
             shared_bytes: of shared memory, beside what the PTX itself declares.
-            programmatic: it depends on the launch before it as its instructions say.
         """
         if not 0 <= self.rank < self.ranks:
             raise ValueError(f"expected a rank below {self.ranks}, got {self.rank}")
@@ -201,8 +175,7 @@ class Device:
         # Behind a kernel's own parameters Triton puts pointers to scratch memory, which these kernels do not use.
         values = itertools.chain(map(_bits, arguments.values()), itertools.repeat(0))
         bound = dict(zip((name for name, _ in program.parameters), values, strict=False))
-        programmatic = programmatic and not self.metered
-        launch = _Prepared(program, shared_bytes, bound, (*grid, 1, 1)[:3], programmatic)
+        launch = _Prepared(program, shared_bytes, bound, (*grid, 1, 1)[:3])
         if queued:
             self._queue.append((self.rank, launch))
         else:
@@ -223,18 +196,12 @@ class Device:
         self._now += self.clock_step
         return self._now
 
-    def _run(self, launches: list[tuple[int, _Queued]]) -> None:
+    def _run(self, launches: list[tuple[int, _Prepared | Callable[[], Iterator[None] | None]]]) -> None:
         if self.races is not None:
             self.races.memory.resize(self.memory.size)
-            for rank in range(self.ranks):
-                mine = [launch for other, launch in launches if other == rank and isinstance(launch, _Prepared)]
-                alone = overlapping = 0
-                for each, following in itertools.zip_longest(mine, mine[1:]):
-                    if each.programmatic or (following is not None and following.programmatic):
-                        overlapping += each.threads  # at worst nobody waits, so that none makes room for another
-                    else:
-                        alone = max(alone, each.threads)
-                self.races.reserve(rank, alone + overlapping, bool(mine) and mine[0].programmatic)
+            for rank, launch in launches:
+                if isinstance(launch, _Prepared):
+                    self.races.reserve(rank, launch.programs * launch.program.threads)
         streams = [
             self._stream(rank, [mine for other, mine in launches if other == rank]) for rank in range(self.ranks)
         ]
@@ -248,77 +215,46 @@ class Device:
                 if next(stream, self) is self:
                     streams.remove(stream)
 
-    def _stream(self, rank: int, launches: Sequence[_Queued]) -> Iterator[None]:
-        """A rank's launches; its turns are those of all their programs that run."""
-        waiting, turns, last = deque(launches), dict[Iterator[None], _Begun](), None
-        while waiting or turns:
-            if waiting and self._may_begin(waiting[0], last):
-                last = self._begin(rank, waiting.popleft(), last)
-                turns |= dict.fromkeys(last.running, last)
-                if not last.running:
-                    self._end(last)
+    def _stream(self, rank: int, launches: list[_Prepared | Callable[[], Iterator[None] | None]]) -> Iterator[None]:
+        """A rank's launches; its turns are those of its programs."""
+        for launch in launches:
+            if not isinstance(launch, _Prepared):
+                yield from launch() or ()
                 continue
-            turn = self._choose(turns)
-            if next(turn, self) is not self:
-                yield
-                continue
-            begun = turns.pop(turn)
-            del begun.running[turn]
-            if not begun.running:
-                self._end(begun)
-
-    def _may_begin(self, launch: _Queued, last: _Begun | None) -> bool:
-        """Whether a launch begins now, behind the `last` one, or while that runs."""
-        if last is None or not last.running:
-            return True
-        if not (isinstance(launch, _Prepared) and launch.programmatic):
-            return False
-        triggered = all(block is not None and block.state.triggered for block in last.running.values())
-        return triggered and self._random.random() < _BEGINS
-
-    def _choose(self, turns: dict[Iterator[None], _Begun]) -> Iterator[None]:
-        """Who goes on."""
-        turn, begun = next(iter(turns.items()))
-        if len(turns) == 1 and not begun.blocks:  # of the host
-            return turn
-        if self.metered:  # in the order of their times, as a look that comes too early takes time for nothing
-            return min(turns, key=lambda turn: begun.running[turn].clock.cycles)
-        return self._random.choice(list(turns))
-
-    def _begin(self, rank: int, launch: _Queued, last: _Begun | None) -> _Begun:
-        if not isinstance(launch, _Prepared):
+            self.launches[launch.program.name] += 1
+            clocks = None
             if self.races is not None:
-                self.races.settle(rank)
-            return _Begun({iter(launch() or ()): None})
-        self.launches[launch.program.name] += 1
-        clocks = None
-        if self.races is not None:
-            clocks = self.races.begin(rank, launch.programs, launch.program.threads, launch.programmatic)
-        meter = Launched(launch.program.name, rank, launch.programs, self.l2_bytes) if self.metered else None
-        numbers: Sequence[int] = range(launch.programs)
-        if self.chosen is not None:
-            numbers = self.chosen(launch.program.name, launch.programs)
-        before = last.running if last is not None and launch.programmatic else ()
-        blocks = {}
-        for number in numbers:
-            width, height, _ = launch.grid
-            place = (number % width, number // width % height, number // width // height)
-            state = State(
-                launch.program, launch.arguments, place, launch.grid, self.memory, launch.shared_bytes, self.races,
-                clocks[number] if clocks else None, self.look_at_clock,
-            )  # fmt: skip
-            order = self._random if self._any_order else None
-            blocks[number] = Block(state, order, meter and Clock(state, meter), before)
-        return _Begun({block.run(): block for block in blocks.values()}, blocks, clocks, meter)
-
-    def _end(self, begun: _Begun) -> None:
-        for block in begun.blocks.values():
-            program = block.state.program
-            self.instructions += block.counts
-            executed = self.executed.setdefault(program, np.zeros(len(program.code), np.int64))
-            executed += block.executed
-        if begun.meter:
-            begun.meter.end({number: block.clock for number, block in begun.blocks.items()})
-            self.meters.append(begun.meter)
-        if self.races is not None and begun.clocks is not None:
-            self.races.end(begun.clocks)
+                clocks = self.races.begin(rank, launch.programs, launch.program.threads)
+            meter = Launched(launch.program.name, rank, launch.programs, self.l2_bytes) if self.metered else None
+            numbers: Sequence[int] = range(launch.programs)
+            if self.chosen is not None:
+                numbers = self.chosen(launch.program.name, launch.programs)
+            blocks = []
+            for number in numbers:
+                width, height, _ = launch.grid
+                place = (number % width, number // width % height, number // width // height)
+                state = State(
+                    launch.program, launch.arguments, place, launch.grid, self.memory, launch.shared_bytes, self.races,
+                    clocks[number] if clocks else None, self.look_at_clock,
+                )  # fmt: skip
+                blocks.append(Block(state, self._random if self._any_order else None, meter and Clock(state, meter)))
+            running = [block.run() for block in blocks]
+            clock_of = {run: block.clock for run, block in zip(running, blocks, strict=True)}
+            while running:
+                if meter:  # in the order of their times, as a look that comes too early takes time for nothing
+                    program = min(running, key=lambda run: clock_of[run].cycles)
+                else:
+                    program = self._random.choice(running)
+                if next(program, self) is self:
+                    running.remove(program)
+                else:
+                    yield
+            for block in blocks:
+                self.instructions += block.counts
+                executed = self.executed.setdefault(launch.program, np.zeros(len(launch.program.code), np.int64))
+                executed += block.executed
+            if meter:
+                meter.end({number: block.clock for number, block in zip(numbers, blocks, strict=True)})
+                self.meters.append(meter)
+            if self.races is not None and clocks is not None:
+                self.races.end(clocks)

@@ -38,8 +38,7 @@ _BY_NAME = {
     "setp": _PREDICATE, "shfl": 24, "redux": 24, "vote": 14, "match": 28,
     "popc": 14, "clz": 14, "brev": 14, "rcp": 40, "sqrt": 60, "dp4a": _WORD, "nanosleep": 40,
 }  # fmt: skip
-# Registers are renamed, parameters are operands; launches that are metered follow each other.
-_FREE = ("mov", "cvta", "ret", "exit", "griddepcontrol")
+_FREE = ("mov", "cvta", "ret", "exit")  # registers are renamed, parameters are operands
 _WITHOUT_TARGET = ("st", "red", "fence", "membar", "bar", "barrier", "bra", "ret", "exit", "nanosleep", "stmatrix")
 _UNKNOWN = ("cp", "mma", "wgmma")
 _ACCESSES = ("ld", "ldu", "st", "atom", "red", "ldmatrix", "stmatrix")

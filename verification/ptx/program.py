@@ -49,7 +49,7 @@ class Instruction:
     def tells_others(self) -> bool:
         """Whether other programs may wait for it, or it for them."""
         strong = {"relaxed", "acquire", "release", "volatile"}
-        return self.name in ("atom", "red", "fence", "membar", "griddepcontrol") or (
+        return self.name in ("atom", "red", "fence", "membar") or (
             self.name in ("ld", "st") and not strong.isdisjoint(self.opcode)
         )
 

@@ -11,9 +11,7 @@ program that stores the same bits, as compilers do with what several threads hol
    atomic with .release or .acq_rel, or a fence and a later strong write of the same thread; an acquire is a load or
    atomic with .acquire or .acq_rel, or a strong read and a later fence. Read-modify-writes keep a release in front of
    them observable through their own word; any other write there ends that;
-4. all of a kernel and all of the next of the same rank. If the next is a programmatic dependent launch, only what a
-   thread of it does behind `griddepcontrol.wait`; it begins with what the last launch began with that was not one. Of
-   earlier kernels either orders no more than what the kernel in front knows by its own waits and acquires.
+4. all of a kernel and all of the next of the same rank.
 
 and whatever follows by transitivity. Nothing else orders: no shuffle, no order of addresses, no time that passes, no
 order of programs of a grid.
@@ -25,11 +23,6 @@ An access is checked against those before it that a later one may still race wit
 An older one leaves when whatever races with it also races with the newer: it happens before the newer or is the same
 threads', the newer is no stronger, and is a write if it was.
 
-Launches of a rank use the same slots for their threads, one after the other. A launch takes those whose last user has
-ended and is wholly known to it when it begins. Its epochs there are later, and who knows one of them knows all of the
-earlier user by transitivity, so that one number says how much is known of both. Without programmatic launches all slots
-can be taken.
-
 What this sees is the order of one run. Accesses that are not ordered in it are races whenever they came, so chance
 matters only for which branches are taken and which release an acquire observes. A run without a race says nothing of
 the runs that were not made. Asynchronous copies (`cp.async`) write when they are issued and when they are waited for;
@@ -39,7 +32,6 @@ the asynchronous proxy has no clock of its own. What the host does is not seen.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -48,26 +40,14 @@ from verification.ptx.shadow import Shadow
 SCOPES = {None: 0, "cta": 1, "cluster": 1, "gpu": 2, "sys": 3}
 _LANES = np.arange(32, dtype=np.uint32)
 _Row = np.ndarray  # what one thread knows of each: int32, never written to once somebody else may have it
-_RUNS = np.iinfo(np.int32).max  # more than anybody knows
-
-
-@dataclass(eq=False)
-class _Launch:
-    """What threads of a rank's launch know when it begins, and what is known behind its end, once that has come."""
-
-    rank: int
-    began: _Row
-    ended: _Row
 
 
 class Threads:
-    """The clocks of the threads of one program of a grid; `before` is the launch that they may wait for."""
+    """The clocks of the threads of one program of a grid."""
 
-    def __init__(
-        self, number: int, slots: np.ndarray, epoch: int, launch: _Launch, before: _Launch | None
-    ) -> None:  # fmt: skip
-        self.rank, self.number, self.slots, self.launch, self.before = launch.rank, number, slots, launch, before
-        self.known = launch.began  # what all of them know
+    def __init__(self, rank: int, number: int, slots: np.ndarray, known: _Row, epoch: int) -> None:
+        self.rank, self.number, self.slots = rank, number, slots
+        self.known = known  # what all of them know
         self.epoch = epoch
         self.learned: dict[int, _Row] = {}  # what a thread knows that not all do, and all that `known` has
         self.fences: dict[int, tuple[_Row, str]] = {}  # of a thread's last fence: what it released, and its scope
@@ -110,12 +90,6 @@ class Threads:
         else:
             self.learned |= dict.fromkeys(threads.tolist(), row)
 
-    def wait(self, threads: np.ndarray) -> None:
-        """The launch before has ended, for which these threads have waited."""
-        if self.before is not None:
-            for row, places in self.alike(threads):
-                self.learned |= dict.fromkeys(threads[places].tolist(), np.maximum(row, self.before.ended))
-
     def fence(self, threads: np.ndarray, scope: str) -> None:
         for thread in threads.tolist():
             for row in self.observed.pop(thread, ()):
@@ -136,60 +110,44 @@ class Races:
         self.memory = Shadow()
         self._name_of = name_of
         self._sites: dict[str, int] = {}
-        self._launches: dict[int, _Launch] = {}  # by rank: the last one
+        self._streams: dict[int, _Row] = {}  # by rank: what is known between two of its kernels
+        self._epochs: dict[int, int] = {}
         self._slots: dict[int, np.ndarray] = {}  # of a rank's threads; each warp's are 32 in a row
-        self._last = np.zeros(0, np.int32)  # by slot: the last epoch of who has it
         self._rank_of = np.zeros(0, np.int32)
         self._program_of = np.zeros(0, np.int32)
         self._programs = 0
 
     # ---------------------------------------------------------------- kernels
 
-    def reserve(self, rank: int, threads: int, programmatic: bool) -> None:
-        """Makes room for so many threads in all that need slots of their own, while no kernel runs.
-
-        `programmatic`: the first launch to come is.
-        """
-        free, _ = self._free(rank, programmatic)
-        first, more = len(self._rank_of), threads - len(free)
-        if more <= 0:
+    def reserve(self, rank: int, threads: int) -> None:
+        """Makes room for a launch of so many threads in all, while no kernel runs."""
+        slots = self._slots.get(rank, np.zeros(0, np.int64))
+        if threads <= len(slots):
             return
-        slots = self._slots.get(rank, free)
+        first, more = len(self._rank_of), threads - len(slots)
         self._slots[rank] = np.append(slots, np.arange(first, first + more))
         self._rank_of = np.append(self._rank_of, np.full(more, rank, np.int32))
         self._program_of = np.append(self._program_of, np.full(more, -1, np.int32))
-        self._last = np.append(self._last, np.zeros(more, np.int32))
 
         def longer(row: _Row) -> _Row:
             return np.append(row, np.zeros(first + more - len(row), np.int32))
 
-        for launch in self._launches.values():
-            launch.began, launch.ended = longer(launch.began), longer(launch.ended)
+        self._streams = {rank: longer(row) for rank, row in self._streams.items()}
         for releases in self.memory.released.values():
             releases[:] = [(longer(row), *rest) for row, *rest in releases]
 
-    def _free(self, rank: int, programmatic: bool) -> tuple[np.ndarray, _Row]:
-        """The slots that the rank's next launch may take, and what it knows when it begins."""
-        before, slots = self._launches.get(rank), self._slots.get(rank, np.zeros(0, np.int64))
-        if before is None:
-            return slots, np.zeros(len(self._rank_of), np.int32)
-        known = before.began if programmatic else before.ended
-        return slots[known[slots] >= self._last[slots]], known
-
-    def begin(self, rank: int, programs: int, threads: int, programmatic: bool) -> list[Threads]:
-        """A kernel of a rank begins: behind the end of the one before it, or, `programmatic`, maybe earlier."""
-        before = self._launches.get(rank) if programmatic else None
-        free, known = self._free(rank, programmatic)
-        free = free[: programs * threads]
-        epoch = 1 + int(self._last[free].max())
-        self._last[free] = _RUNS
-        launch = self._launches[rank] = _Launch(rank, known, known)
+    def begin(self, rank: int, programs: int, threads: int) -> list[Threads]:
+        """A kernel of a rank begins, behind the one before it."""
+        known = self._streams.get(rank)
+        if known is None:
+            known = np.zeros(len(self._rank_of), np.int32)
+        epoch = self._epochs.get(rank, 1)
         begun = []
         for program in range(programs):
-            slots = free[program * threads : (program + 1) * threads]
+            slots = self._slots[rank][program * threads : (program + 1) * threads]
             self._programs += 1
             self._program_of[slots] = self._programs
-            begun.append(Threads(self._programs, slots, epoch, launch, before))
+            begun.append(Threads(rank, self._programs, slots, known, epoch))
         return begun
 
     def end(self, begun: list[Threads]) -> None:
@@ -198,14 +156,9 @@ class Races:
         for each in begun:
             for learned in each.learned.values():
                 np.maximum(row, learned, out=row)
-            row[each.slots] = self._last[each.slots] = each.epoch
-            each.before = None
-        begun[0].launch.ended = row
-
-    def settle(self, rank: int) -> None:
-        """The rank's last kernel has ended, and whatever comes next begins behind that."""
-        if rank in self._launches:
-            self._launches[rank].began = self._launches[rank].ended
+            row[each.slots] = each.epoch
+        self._streams[begun[0].rank] = row
+        self._epochs[begun[0].rank] = 1 + max(each.epoch for each in begun)
 
     # ---------------------------------------------------------------- accesses
 

@@ -62,7 +62,6 @@ class State:
         self.shared_shadow = Shadow(len(self.shared.octets))
         size = self.size = program.threads
         self.numbers = np.arange(size)
-        self.triggered = False  # whether it lets the next launch begin
         self.arguments = arguments
         # Asynchronous copies that nobody has waited for, by group, of each warp; the last group is still open.
         self.copies: list[list[list[Callable[[], None]]]] = [[[]] for _ in range(program.threads // 32)]

@@ -172,15 +172,6 @@ def test_kernels_of_one_rank_are_ordered_and_those_of_two_are_not() -> None:
     assert len(_run(writer, LOAD, wait, ranks=[0, 1, 1])) == 1
 
 
-def test_who_knows_one_kernel_does_not_know_the_next_of_its_rank() -> None:
-    first = "@!%p1 ret; st.release.sys.global.b32 [%rd2], 1;"
-    second = f"@!%p1 ret; {STORE} st.{{}}.sys.global.b32 [%rd2+4], 1;"
-    reader = f"@!%p1 ret; {_spin('ld.acquire.sys.global.b32 {d}, [%rd2];')}"
-    reader += f"{_spin('ld.acquire.sys.global.b32 {d}, [%rd2+4];').replace('again', 'more')}{LOAD}"
-    assert _run(first, second.format("release"), reader, ranks=[0, 0, 1]) == []
-    assert _run(first, second.format("relaxed"), reader, ranks=[0, 0, 1]) == ["write-read"]
-
-
 @pytest.mark.parametrize("late", range(4))
 def test_no_reader_is_forgotten(late: int) -> None:
     """All warps read a word; all but one, and then all, meet before thread 0 stores there."""

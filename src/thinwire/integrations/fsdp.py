@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from thinwire.comm import Communicator, as_communicator
+from thinwire.comm.calls import checked_programs
 from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError
 from thinwire.fused.all_gather import all_gather
@@ -32,6 +33,7 @@ def quantize(
     all_gather: str | WireFormat | None = "int8",
     reduce_scatter: str | WireFormat | None = "int8",
     error_feedback: bool = False,
+    num_programs: int | None = 32,
 ) -> None:
     """Sends what FSDP2 sends between ranks in a wire format; once, on every rank alike, after `fully_shard`.
 
@@ -42,6 +44,8 @@ def quantize(
         reduce_scatter: the format of gradients, which are summed in float32; None leaves them to torch.
         error_feedback: whether to add what quantising gradients lost to the next step's. It costs each rank a tensor
             as large as the gradients of the whole model, in the dtype of the reduction.
+        num_programs: programs of each kernel on a GPU at most, so that the model's own kernels have the rest of it;
+            None means four a multiprocessor.
 
     Raises:
         ArgumentError: nothing in the model is sharded, or some of it was quantised before; bitsandbytes keeps 4-bit
@@ -50,6 +54,7 @@ def quantize(
         WireFormatError: a format is unknown.
     """
     gather_wire, scatter_wire = (None if wire is None else resolve_wire(wire) for wire in (all_gather, reduce_scatter))
+    checked_programs(num_programs)
     if error_feedback and not (scatter_wire is not None and scatter_wire.quantized):
         raise ArgumentError(f"error_feedback=True with reduce_scatter={reduce_scatter!r}, which loses nothing")
     sharded = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
@@ -71,9 +76,9 @@ def quantize(
     for name, module in sharded.items():
         try:
             if gather_wire is not None:
-                module.set_custom_all_gather(_AllGather(gather_wire, groups))
+                module.set_custom_all_gather(_AllGather(gather_wire, groups, num_programs))
             if scatter_wire is not None:
-                module.set_custom_reduce_scatter(_ReduceScatter(scatter_wire, groups, error_feedback))
+                module.set_custom_reduce_scatter(_ReduceScatter(scatter_wire, groups, num_programs, error_feedback))
         except ValueError as error:
             raise ArgumentError(f"module {name!r} cannot be quantised: {error}") from error
         setattr(module, _MARK, (gather_wire, scatter_wire))
@@ -82,8 +87,11 @@ def quantize(
 class _Leg:
     """What a module's parameters or gradients travel by. `groups`: the communicators of process groups, for all."""
 
-    def __init__(self, wire: WireFormat, groups: dict[dist.ProcessGroup, Communicator], feedback: bool = False) -> None:
-        self._wire, self._groups, self._feedback = wire, groups, feedback
+    def __init__(
+        self, wire: WireFormat, groups: dict[dist.ProcessGroup, Communicator], programs: int | None,
+        feedback: bool = False,
+    ) -> None:  # fmt: skip
+        self._wire, self._groups, self._programs, self._feedback = wire, groups, programs, feedback
         self._lost: torch.Tensor | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -107,7 +115,8 @@ class _AllGather(_Leg, AllGather):
         comm = self._communicator(group, input_tensor.device)
         # FSDP sends parameters of mixed dtypes as bytes.
         wire = self._wire if input_tensor.is_floating_point() and input_tensor.itemsize > 1 else "none"
-        work = all_gather(input_tensor, out=output_tensor, wire=wire, comm=comm, async_op=async_op)
+        with comm.programs(self._programs):
+            work = all_gather(input_tensor, out=output_tensor, wire=wire, comm=comm, async_op=async_op)
         return _Pending(work.wait) if async_op else None  # type: ignore[union-attr]
 
 
@@ -124,7 +133,8 @@ class _ReduceScatter(_Leg, ReduceScatter):
         factor = {"SUM": 1.0, "AVG": 1 / comm.size}.get(name) or float(op.__getstate__()[1])
         if self._feedback:
             self._add_lost(input_tensor, comm)
-        reduce_scatter(input_tensor, out=output_tensor, wire=self._wire, comm=comm)
+        with comm.programs(self._programs):
+            reduce_scatter(input_tensor, out=output_tensor, wire=self._wire, comm=comm)
         output_tensor.mul_(factor)
 
     def _add_lost(self, x: torch.Tensor, comm: Communicator) -> None:

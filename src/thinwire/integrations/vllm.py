@@ -14,11 +14,12 @@ from typing import Any, cast
 import torch
 
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import ArgumentError, ConfigMismatch, TransportUnavailable
+from thinwire.errors import ArgumentError, CapacityError, ConfigMismatch, TransportUnavailable
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.parallel import ExpertParallel
 
 VARIABLE = "THINWIRE_VLLM"
+_LOG, _BACKEND = "vllm.thinwire", "allgather_reducescatter"
 _MOE, _FACTORY = "vllm.model_executor.layers.fused_moe", "make_moe_prepare_and_finalize_naive_dp_ep"
 _SELECTION = "_select_forward"  # vLLM's own choice of how a layer is called
 
@@ -40,7 +41,16 @@ def register() -> None:
 
 
 def _operator(runner: Any) -> Any:
-    """vLLM's operator for all of a layer, into which torch.compile does not look; on CPUs vLLM would have it traced."""
+    """vLLM's operator for all of a layer, into which torch.compile does not look; on CPUs vLLM would have it traced.
+
+    It is asked for each layer, whatever carries its tokens; where that is not thinwire, vLLM's log says so, once.
+    """
+    parallel = runner.moe_config.moe_parallel_config
+    if parallel.use_all2all_kernels and parallel.all2all_backend != _BACKEND:
+        importlib.import_module("vllm.logger").init_logger(_LOG).warning_once(
+            f"{VARIABLE}=1 has no effect with --all2all-backend {parallel.all2all_backend}, which carries the tokens; "
+            f"thinwire takes the place of {_BACKEND}"
+        )
     return torch.ops.vllm.moe_forward if runner._shared_experts is None else torch.ops.vllm.moe_forward_shared
 
 
@@ -65,7 +75,7 @@ class Group:
     def __init__(self, group: torch.distributed.ProcessGroup, device: torch.device) -> None:
         timeout = float(importlib.import_module("vllm.envs").VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
         self.comm = Communicator(group, device=device, timeout=timeout)  # vLLM's own for a step
-        self.log = importlib.import_module("vllm.logger").init_logger("vllm.thinwire").info
+        self.log = importlib.import_module("vllm.logger").init_logger(_LOG).info
         self.made: dict[tuple[Any, ...], ExpertParallel] = {}
         self.rounds = self.sent = self.logical = 0
 
@@ -138,6 +148,7 @@ class PrepareAndFinalize:
         """Dispatches a1 [tokens, hidden]; rows for this rank's experts, their scales, None, ids and weights."""
         if apply_router_weight_on_input:
             a1, topk_weights = a1 * topk_weights.to(a1.dtype), torch.ones_like(topk_weights)
+        room = self._room(len(a1)) if self._fixed else 0
         # Of tokens that several ranks have, each dispatches a part; vLLM's all-reduce after finalize adds parts up.
         each, place = -(-len(a1) // self._copies), self._group.comm.rank % self._copies
         self._part = part = slice(place * each, (place + 1) * each)
@@ -149,8 +160,9 @@ class PrepareAndFinalize:
             ids = places.repeat_interleave(d.expert_counts)[:, None]
         else:
             if self._fixed:  # more cannot come in this step
-                step = importlib.import_module("vllm.forward_context").get_forward_context().dp_metadata
-                rows, ids, weights, *_ = d.gather_records(sum(step.local_sizes))
+                rows, ids, weights, _, overflow = d.gather_records(room)
+                # Rows would be missing without a word, and the host cannot look in a graph: all become NaN.
+                weights = weights.masked_fill(overflow, float("nan"))
             else:
                 rows, ids, weights = d.records, d.record_ids, d.record_weights
             # vLLM's kernels skip an expert of another rank, and do not all know -1.
@@ -158,6 +170,14 @@ class PrepareAndFinalize:
         ids, here = ids.int(), cast(Any, super())
         quantised = here.prepare(rows, weights, ids, num_experts, expert_map, False, quant_config, defer_input_quant)
         return *quantised[:3], ids, weights
+
+    def _room(self, num_tokens: int) -> int:
+        """As many tokens as all ranks have in this step; CapacityError where this one has more than vLLM told all."""
+        sizes = importlib.import_module("vllm.forward_context").get_forward_context().dp_metadata.local_sizes
+        rank, size = self._group.comm.rank, self._group.comm.size
+        if num_tokens > (told := sizes[rank * len(sizes) // size]):
+            raise CapacityError(f"rank {rank} has {num_tokens} tokens in a step in which vLLM says that it has {told}")
+        return sum(sizes)
 
     def finalize(self, output: torch.Tensor, fused_expert_output: torch.Tensor, *reduction: Any) -> None:
         """Combines what experts made of the rows into output [tokens, hidden]."""

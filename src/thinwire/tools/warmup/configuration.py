@@ -21,7 +21,7 @@ from thinwire.moe.config import ParallelSettings
 from thinwire.moe.direct import launch_each
 from thinwire.moe.routing import expert_range
 from thinwire.octets import as_bytes
-from thinwire.triton_kernels import collective, combine, dispatch, pack, permute, sums
+from thinwire.triton_kernels import collective, collective_launches, combine, dispatch, pack, permute, sums
 from thinwire.triton_kernels.expert_gemm import INNER_WIRE, expert_gemm
 from thinwire.triton_kernels.int8_weights import Int8Weights, require_int8_sums
 from thinwire.triton_kernels.leg_layout import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, LegLayout
@@ -226,7 +226,7 @@ class _Collectives(DirectCollectives):
         """The kernels of a call whose tensors begin on a boundary of 16 bytes, large or small."""
         x = torch.empty(row, dtype=dtype, device=_META)
         job = self.job(op, dense_segments([row] * self.world), row, wire, gather_wire, dtype)
-        for at_once in (0,) if torch.version.hip else (0, 1):
+        for at_once in (0, 1) if collective_launches() == "one" and not torch.version.hip else (0,):
             self._load_kernels(job, x, x, at_once)
 
 
