@@ -62,7 +62,7 @@ def _is_transformed(tensor: torch.Tensor) -> bool:
 
 def require_dense(name: str, tensor: object, in_memory: bool = True) -> None:
     """Raises ArgumentError for no tensor, a sparse, quantised or nested one; with `in_memory`, a fake or distributed
-    one."""
+    one, or one on meta."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{name} is a {type(tensor).__name__}, expected a torch.Tensor")
     if not (is_dense(tensor) if in_memory else is_strided(tensor)):
@@ -78,6 +78,8 @@ def require_dense(name: str, tensor: object, in_memory: bool = True) -> None:
             f"{name} is a {type(tensor).__name__} of layout {tensor.layout}, dtype {tensor.dtype}{nested}; expected a "
             f"plain dense tensor{strict}"
         )
+    if in_memory and tensor.is_meta:
+        raise ArgumentError(f"{name} is on meta, where tensors have no values; expected a tensor in memory")
 
 
 def require_writable(name: str, tensor: torch.Tensor) -> None:

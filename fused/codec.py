@@ -86,10 +86,15 @@ def int8_parts(records: torch.Tensor, wire: WireFormat, hidden: int) -> tuple[to
     """Payload, int8, and scales of records of `hidden` elements: views.
 
     Raises:
-        WireFormatError: they are not int8.
+        WireFormatError: they are not int8, or lie so that no view has scales.
     """
     if wire.name != "int8":
         raise WireFormatError(f"rows in {str(wire)!r} are no int8 rows; accepted: int8, int8:N, int8:row, also +h64")
+    size, strides = wire.scale_bytes, records.stride()
+    if strides[1:] != (1,) or strides[0] % size or records.storage_offset() % size:
+        raise WireFormatError(
+            f"records have strides {strides}; accepted: [{size} times a number, 1], as clone() has them"
+        )
     start = wire.scales_offset(hidden)
     scales = records[:, start : start + wire.num_groups(hidden) * wire.scale_bytes]
     payload = records[:, : wire.columns(hidden)].view(torch.int8)

@@ -78,8 +78,6 @@ def parse_integers(values: Counts, size: int, name: str) -> list[int]:
             return values.copy()
     if isinstance(values, torch.Tensor):
         require_dense(name, values)
-        if values.is_meta:
-            raise CountsError(f"{name} is on {values.device}, where tensors have no values")
         if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool or values.dim() != 1:
             raise CountsError(f"{name} must be a 1-D integer tensor; got {values.dtype} {list(values.shape)}")
         values = values.tolist()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from thinwire.comm import Communicator, communicator_or_default
 from thinwire.comm.calls import checked_programs
-from thinwire.compiler import opaque
+from thinwire.compiler import opaque, require_flag
 from thinwire.errors import ArgumentError
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.codec import require_float, resolve_wire
@@ -53,6 +53,7 @@ class AllReduceState:
         self.comm = communicator_or_default(self.comm)
         check_transport(self.transport)
         checked_programs(self.num_programs)
+        require_flag("error_feedback", self.error_feedback)
         self.wire = resolve_wire(self.wire)
         self.gather_wire = self.wire if self.gather_wire is None else resolve_wire(self.gather_wire)
 

@@ -17,6 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from thinwire.comm.exact.reductions import Reduction
+from thinwire.compiler import GraphNode
 from thinwire.errors import WireFormatError
 
 Operation = Callable[[torch.Tensor], Any]  # that gives a tensor, as it is waited for
@@ -47,7 +48,7 @@ def with_gradient(x: torch.Tensor, there: Operation, back: Operation) -> torch.T
     return result
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(GraphNode):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, there: Operation, back: Operation) -> torch.Tensor:
         ctx.back = back

@@ -20,6 +20,7 @@ from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.calls import Attachment
 from thinwire.comm.layouts.layout import TensorLayout, as_tensor_layout
 from thinwire.comm.layouts.layout_plan import Block, RedistributePlan, Step, num_elements, plan_redistribute
+from thinwire.compiler import GraphNode
 from thinwire.errors import LayoutError
 from thinwire.fused.all_gather import all_gather
 from thinwire.fused.all_reduce import all_reduce
@@ -152,7 +153,7 @@ class _Link:
         return {"wire": self.wire, "comm": comm, "transport": self.transport}
 
 
-class _Redistribute(torch.autograd.Function):
+class _Redistribute(GraphNode):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, plan: RedistributePlan, way_back: RedistributePlan, there: _Link, back: _Link

@@ -101,7 +101,7 @@ class ParallelSettings:
             max_tokens=max_tokens,
             wire=wire,
             combine_wire=wire if combine_wire is None else resolve_wire(combine_wire),
-            grad_wire=resolve_wire(grad_wire or "none"),
+            grad_wire=resolve_wire("none" if grad_wire is None else grad_wire),
             **rest,
         )
 

@@ -141,7 +141,7 @@ class Dispatched(OnLane, ABC):
             CapacityError: a negative capacity, or more rows than there is memory for.
         """
         self._require_open()
-        check_capacity(capacity)
+        check_capacity(capacity, self._row_bytes)
         gathered = self._gather_linked(capacity)
         self._capacity = capacity
         return gathered
@@ -185,7 +185,7 @@ class Dispatched(OnLane, ABC):
             CapacityError: a negative capacity, or more rows than there is memory for.
         """
         self._require_open()
-        check_capacity(capacity)
+        check_capacity(capacity, self._row_bytes)
         found = self._arrived.of_rows(self.index, self.expert_offsets, capacity)
         if self._link is None:
             return found
@@ -266,7 +266,7 @@ class Dispatched(OnLane, ABC):
             CapacityError: a negative capacity, or more rows than there is memory for.
         """
         self._require_open()
-        check_capacity(capacity)
+        check_capacity(capacity, self._row_bytes)
         chosen = self._arrived.first(capacity)
         tokens = self._gather_records(chosen)
         overflow = self._arrived.number > capacity
@@ -301,6 +301,12 @@ class Dispatched(OnLane, ABC):
     def _places_of(self, chosen: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Gradients travel by row of an expert: a record's is that of its first, and the others add nothing to it."""
         return take(self._arrived.positions, chosen, -1)[:, 0], self._most_rows
+
+    @property
+    def _row_bytes(self) -> int:
+        """Of main memory for a row that is gathered, with all that is known of it."""
+        config = self._rounds.config
+        return (config.hidden_size * self._dtype.itemsize + 16 * config.top_k + 48) * self.index.is_cpu
 
     @property
     def _most_rows(self) -> int:

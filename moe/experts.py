@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from thinwire.comm.tensors import is_dense, is_int, require_dense
+from thinwire.compiler import require_flag
 from thinwire.errors import RoutingError
 from thinwire.fused.backend import select_backend
 from thinwire.log import LOGGER
@@ -138,6 +139,8 @@ class GroupedExperts(NamedByExperts):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        require_flag("gated", gated)
+        require_flag("bias", bias)
         if not is_int(num_experts, 0) or not is_int(hidden_size, 1) or not is_int(ff_size, 1):
             raise ValueError(
                 "num_experts must be >= 0, hidden_size and ff_size >= 1, ints below 2**31, got "
@@ -325,12 +328,12 @@ class GroupedExperts(NamedByExperts):
         return activate(inner) if gate is None else activate(gate) * inner
 
     def _check_shapes(self, expert_counts: torch.Tensor, expert_offsets: torch.Tensor | None) -> None:
-        _require_integers("expert_counts", expert_counts)
+        require_integers("expert_counts", expert_counts)
         if tuple(expert_counts.shape) != (self.num_experts,):
             raise RoutingError(f"expert_counts must be [{self.num_experts}], got {tuple(expert_counts.shape)}")
         if expert_offsets is None:
             return
-        _require_integers("expert_offsets", expert_offsets)
+        require_integers("expert_offsets", expert_offsets)
         if tuple(expert_offsets.shape) != (self.num_experts + 1,):
             raise RoutingError(f"expert_offsets must be [{self.num_experts + 1}], got {tuple(expert_offsets.shape)}")
 
@@ -366,7 +369,8 @@ def _affine(rows: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None
     return product if bias is None else product + bias
 
 
-def _require_integers(name: str, numbers: torch.Tensor) -> None:
+def require_integers(name: str, numbers: torch.Tensor) -> None:
+    """Raises ArgumentError for no dense tensor, RoutingError for one of no integers."""
     require_dense(name, numbers, in_memory=False)
-    if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
-        raise RoutingError(f"{name} must hold integers, got {numbers.dtype}")
+    if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool or numbers.is_meta:
+        raise RoutingError(f"{name} must hold integers, got {numbers.dtype} on {numbers.device}")

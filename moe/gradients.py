@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import torch
 
 from thinwire.comm.recorder.flight_recorder import FlightRecorder
+from thinwire.compiler import GraphNode
 from thinwire.errors import RoutingError
 from thinwire.fused.counts import new_rows
 from thinwire.moe.plan import first_mentions
@@ -214,7 +215,7 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return refusing
 
 
-class _Dispatch(torch.autograd.Function):
+class _Dispatch(GraphNode):
     """Stands for the round in the graph: its result carries no values, and orders the other nodes before it."""
 
     @staticmethod
@@ -229,7 +230,7 @@ class _Dispatch(torch.autograd.Function):
         return dx, None if dw is None else dw.to(ctx.dtype), None
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(GraphNode):
     @staticmethod
     def forward(
         ctx: Any, carrier: torch.Tensor, gradients: RoundGradients, gather: Callable[[], Any], places: _Places | None
@@ -246,7 +247,7 @@ class _Gather(torch.autograd.Function):
         return ctx.carrier, None, None, None
 
 
-class _Weights(torch.autograd.Function):
+class _Weights(GraphNode):
     """Router weights as experts see them, each of the row of an expert."""
 
     @staticmethod
@@ -264,7 +265,7 @@ class _Weights(torch.autograd.Function):
         return ctx.carrier, None, None, None
 
 
-class _Combine(torch.autograd.Function):
+class _Combine(GraphNode):
     @staticmethod
     def forward(
         ctx: Any,

@@ -7,14 +7,14 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from thinwire.comm.tensors import is_int
-from thinwire.compiler import opaque
-from thinwire.errors import ArgumentError, CapacityError, RoutingError, WireFormatError
+from thinwire.compiler import opaque, require_flag
+from thinwire.errors import ArgumentError, RoutingError, WireFormatError
 from thinwire.fused.backend import select_expert_gemm
 from thinwire.fused.counts import new_rows
 from thinwire.moe.compiled_round import uncompiled
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.experts import GroupedExperts, NamedByExperts
+from thinwire.moe.received import check_capacity
 from thinwire.triton_kernels.expert_gemm import INNER_WIRE
 from thinwire.triton_kernels.int8_weights import Int8Weights
 
@@ -48,10 +48,9 @@ class Int8Experts(NamedByExperts):
 
     def __init__(self, experts: GroupedExperts, *, rotated: bool = False) -> None:
         super().__init__()
-        if not isinstance(experts, GroupedExperts) or not isinstance(rotated, bool):
-            raise ArgumentError(
-                f"experts is a {type(experts).__name__} and rotated {rotated!r}; expected a GroupedExperts and a bool"
-            )
+        require_flag("rotated", rotated)
+        if not isinstance(experts, GroupedExperts):
+            raise ArgumentError(f"experts is a {type(experts).__name__}; accepted: GroupedExperts")
         if experts.activation != "silu" or experts.b_in is not None:
             raise ValueError(f"Int8Experts takes experts with silu and without biases, got {experts.extra_repr()}")
         self.hidden_size, self.ff_size = experts.hidden_size, experts.ff_size
@@ -93,7 +92,7 @@ class Int8Experts(NamedByExperts):
             LaneError, WireFormatError, RoutingError: as `d.quantized`; also for groups of 16 elements.
             WireFormatError: rows are rotated and these experts are not, or the other way round.
             RoutingError: a round of other experts or another hidden size.
-            CapacityError: a negative capacity.
+            CapacityError: a negative capacity, or more rows than there is memory for.
         """
         if not isinstance(d, Dispatched):
             raise RoutingError(f"d is a {type(d).__name__}; what dispatch returned is needed")
@@ -111,8 +110,7 @@ class Int8Experts(NamedByExperts):
                 f"for rows of {self.hidden_size}"
             )
         if capacity is not None:
-            if not is_int(capacity, 0, 2**63 - 1):
-                raise CapacityError(f"capacity is {capacity!r}; an int of at least 0 is needed")
+            check_capacity(capacity, d._row_bytes)
             d._capacity = capacity
         most = rows.index.shape[0]
         count = min(most, capacity) if capacity is not None else d._read_num_rows() if rows.index.is_cpu else most

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from thinwire.comm.tensors import is_int, require_dense
 from thinwire.errors import RoutingError
 from thinwire.moe.experts import ClampedSwiGLU, GroupedExperts
-from thinwire.moe.local_experts import made_alone, seed_of_experts
+from thinwire.moe.local_experts import made_alone, require_parallel, seed_of_experts
 from thinwire.moe.routing import RouterConfig, top_k_route
 
 if TYPE_CHECKING:
@@ -111,6 +111,7 @@ class MoELayer(nn.Module):
             self.experts.name_tensors(self.local_experts)
 
     def _owned(self, ep: ExpertParallel) -> range | tuple[int, ...]:
+        require_parallel(ep)
         for name in ("num_experts", "top_k", "hidden_size"):
             mine, its = getattr(self, name), getattr(ep, name)
             if mine != its:
@@ -144,7 +145,8 @@ class MoELayer(nn.Module):
         """The router's decision for tokens [T, hidden_size]."""
         if self.router_config.scoring == "sigmoid":
             bias = None if self.router.bias is None else self.router.bias.float()
-            router_logits = F.linear(x.float(), self.router.weight.float(), bias)
+            with torch.autocast(x.device.type, enabled=False):
+                router_logits = F.linear(x.float(), self.router.weight.float(), bias)
         else:
             router_logits = self.router(x)
         topk_ids, topk_weights = top_k_route(router_logits, self.top_k, self.router_config, self.correction_bias)

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from thinwire.errors import RoutingError
+from thinwire.comm.tensors import require_dense
+from thinwire.errors import ArgumentError, RoutingError
+from thinwire.moe.experts import require_integers
 
 if TYPE_CHECKING:
     from thinwire.moe.parallel import ExpertParallel
@@ -33,6 +35,12 @@ def seed_of_experts() -> int:
     return int(torch.randint(1 << 62, (), device="cpu"))
 
 
+def require_parallel(ep: object) -> None:
+    """Raises ArgumentError for what is no ExpertParallel."""
+    if not hasattr(ep, "local_experts") or not hasattr(ep, "next_layer"):
+        raise ArgumentError(f"ep is a {type(ep).__name__}; accepted: an ExpertParallel")
+
+
 class LocalExperts(nn.ModuleDict):
     """The experts of this rank, by their numbers: modules that take rows [n, hidden] and give as many.
 
@@ -45,6 +53,9 @@ class LocalExperts(nn.ModuleDict):
         ep: whose ``local_experts`` are made.
         factory: makes the expert of a number.
 
+    Raises:
+        ArgumentError: ``ep`` is no ExpertParallel.
+
     >>> import thinwire as tw
     >>> with tw.init() as comm, tw.ExpertParallel(comm, 4, 2, 8, max_tokens=16) as ep:
     ...     experts = tw.LocalExperts(ep, lambda number: nn.Linear(8, 8))
@@ -54,6 +65,7 @@ class LocalExperts(nn.ModuleDict):
 
     def __init__(self, ep: ExpertParallel, factory: Callable[[int], nn.Module]) -> None:
         super().__init__()
+        require_parallel(ep)
         self.ep, seed = ep, seed_of_experts()
         self.local_experts = ep.local_experts
         for number in self.local_experts:
@@ -67,6 +79,7 @@ class LocalExperts(nn.ModuleDict):
             expert_counts: ``d.expert_counts``, int64 [local experts]. On CUDA this waits for them.
 
         Raises:
+            ArgumentError: what is no dense tensor.
             RoutingError: counts of other experts, or of more or fewer rows; or ``ep`` was rebuilt, and has other ones.
         """
         if self.ep.local_experts != self.local_experts:
@@ -74,10 +87,13 @@ class LocalExperts(nn.ModuleDict):
                 f"these are experts {self.local_experts}, and ep has {self.ep.local_experts} since it was rebuilt: "
                 "make them anew, and load their weights"
             )
-        counts = expert_counts.tolist()
-        if len(counts) != len(self) or sum(counts) != len(rows):
+        require_dense("rows", rows, in_memory=False)
+        require_integers("expert_counts", expert_counts)
+        counts = expert_counts.flatten().tolist()
+        fits = expert_counts.dim() == 1 and len(counts) == len(self) and min(counts, default=0) >= 0
+        if not fits or rows.shape[:1] != (sum(counts),):
             raise RoutingError(
-                f"expert_counts are {counts}, for {len(rows)} rows; {len(self)} numbers that sum to that are needed: "
+                f"expert_counts are {counts}, for rows {list(rows.shape)}; {len(self)} numbers that sum to the rows: "
                 "LocalExperts takes d.tokens and d.expert_counts of an ExpertParallel with align=1"
             )
         parts = [expert(part) for expert, part in zip(self.values(), rows.split(counts), strict=True)]

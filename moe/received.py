@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from thinwire.comm.resources.available import available_bytes
 from thinwire.comm.tensors import is_int
 from thinwire.errors import CapacityError
 from thinwire.fused.counts import new_rows
 from thinwire.moe.gradients import put_rows
+
+_MUCH = 1 << 28  # bytes, below which nobody asks what is free
 
 
 class RowRouting(NamedTuple):
@@ -89,11 +92,18 @@ def experts_of(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(offsets, rows, right=True) - 1
 
 
-def check_capacity(capacity: object) -> None:
-    """Raises CapacityError for what is no number of rows."""
+def check_capacity(capacity: Any, row_bytes: int) -> None:
+    """Raises CapacityError for what is no number of rows, or of more than there is main memory for, if they lie there.
+
+    Nothing else would: Linux hands out more memory than there is, and ends who uses it.
+    """
     if not is_int(capacity, 0, 2**63 - 1):
         negative = " is negative" if isinstance(capacity, int) and capacity < 0 else ""
         raise CapacityError(f"capacity {capacity!r}{negative}; an int of at least 0 is needed")
+    if capacity * row_bytes > _MUCH and capacity * row_bytes > (available := available_bytes()):
+        raise CapacityError(
+            f"capacity {capacity}, of {row_bytes} bytes a row, cannot be allocated: {available} are free"
+        )
 
 
 def _padded(values: torch.Tensor, length: int, value: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from einops import rearrange
 
 from thinwire.comm.tensors import is_int, require_dense
+from thinwire.compiler import require_flag
 from thinwire.errors import ArgumentError, RoutingError
 from thinwire.fields import shown
 
@@ -86,6 +87,8 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if self.scoring not in ("softmax", "sigmoid"):
             raise ValueError(f"scoring must be 'softmax' or 'sigmoid', got {self.scoring!r}")
+        for name in ("renormalize", "bias", "correction_bias"):
+            require_flag(name, getattr(self, name))
         scale: object = self.scale
         number = isinstance(scale, int | float) and not isinstance(scale, bool)
         if not number or not math.isfinite(self.scale) or self.scale <= 0:

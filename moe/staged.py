@@ -331,6 +331,8 @@ class StagedPlan(GradientPlan):
         rows = rows.resolve_neg().contiguous()
         positions = torch.where(arrival.positions < rows.shape[0], arrival.positions, -1)
         ones = torch.ones_like(arrival.weights)
+        if dots is not None and dots.dtype != config.weight_dtype:  # whose bits travel as they are
+            raise RoutingError(f"weight_grads is {dots.dtype}; accepted: {config.weight_dtype}")
         dots = arrival.weights.new_zeros(1) if dots is None else torch.nn.functional.pad(dots, (0, 1))
         of_ids = arrival.rows_of_ids
         by_id = dots[torch.where((of_ids >= 0) & (of_ids < len(dots)), of_ids, len(dots) - 1)].view(torch.int32)

@@ -47,7 +47,7 @@ class TwoLevelRounds(TwoLevelSums):
         self.require_not_closed()
         row_bytes, message_bytes = config.wire.row_bytes(config.hidden_size, x.dtype), config.message_bytes(x.dtype)
         ends, slots, encoded = self._ends_of(lane, x.dtype), dense_segments(sends.counts), 0
-        messages = comm.result_memory.new_empty(ids.view(torch.uint8), (len(x), message_bytes))
+        messages = comm.result_memory.new_empty(ids, (len(x), message_bytes), torch.uint8)
         records, tail = messages[:, :row_bytes], messages.view(torch.int32)[:, row_bytes // 4 :]
         tail[:, : config.top_k], tail[:, config.top_k : 2 * config.top_k] = ids, weights.view(torch.int32)
         tail[:, 2 * config.top_k] = torch.arange(len(x), device=x.device)

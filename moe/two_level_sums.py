@@ -35,6 +35,7 @@ from thinwire.triton_kernels.round_layout import (
 )
 from thinwire.triton_kernels.signal import SIGNAL_LINE_BYTES
 
+_WORDS = replace(EXACT, alignment=16)  # records as words, of as many bytes as they have, whatever their alignment is
 _PART_BYTES = 1 << 20  # of a rank's records that go home: as much as the first piece that the network gets
 
 
@@ -241,8 +242,9 @@ class TwoLevelSums(TwoLevelLanes):
         ends = self._ends.get((lane, dtype))
         if ends is None:
             own = self.lanes[lane]
-            words = replace(own.layout, HIDDEN=self.config.wire.row_bytes(self.config.hidden_size, dtype) // 4)
-            sending = replace(own, wire=EXACT, layout=words, tokens_dtype=dtype)
+            row_bytes = self.config.wire.row_bytes(self.config.hidden_size, dtype)
+            words = replace(own.layout, HIDDEN=row_bytes // 4, SUM_BYTES=row_bytes)  # of which these look at no sum
+            sending = replace(own, wire=_WORDS, combine_wire=_WORDS, layout=words, tokens_dtype=dtype)
             layout = replace(own.layout, RECORD_BYTES=own.layout.SUM_BYTES)  # of which these look at no record
             summing = replace(own, wire=EXACT, combine_wire=EXACT, layout=layout, tokens_dtype=dtype)
             records = {rank: replace(sending, rank=rank, control=end) for rank, end in self._controls[lane].items()}

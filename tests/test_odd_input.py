@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,10 +24,11 @@ from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.launch.rank_table import RankTable
 from thinwire.comm.shaped_json import decode, unique_keys
+from thinwire.moe import received
 from thinwire.moe.checkpoint import load_checkpoint, read_metadata
 from thinwire.moe.checkpoint_writer import save_checkpoint
 from thinwire.moe.experts import GroupedExperts
-from thinwire.moe.routing import load_balancing_loss, top_k_route
+from thinwire.moe.routing import RouterConfig, load_balancing_loss, top_k_route
 from thinwire.testing import run_ranks
 
 HIDDEN = 64
@@ -67,6 +69,8 @@ def odd_tensors(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
     }
     return found
 
+
+TORCHS_OWN = "double", "meta", "fake", "float8", "complex", "conjugate", "bool", "uint16"  # what modules say to these
 
 ODD_NUMBERS: dict[str, Any] = {
     "None": None, "str": "3", "list": [1], "dict": {}, "True": True, "-1": -1, "0": 0, "2**31": 2**31, "2**62": 2**62,
@@ -111,7 +115,7 @@ def _collectives(comm: Communicator, transport: str) -> None:
     numbers = dict(ODD_NUMBERS)
     for function in (tw.all_reduce, tw.reduce_scatter, tw.all_gather, tw.all_gather_v, tw.all_to_all_v):
         odd = {"x": odd_tensors(shape, torch.float32), "out": odd_tensors(shape, torch.float32)}
-        odd |= dict.fromkeys(("wire", "transport", "comm"), numbers)
+        odd |= dict.fromkeys(("wire", "transport", "comm", "async_op"), numbers)
         if function in (tw.all_reduce, tw.reduce_scatter):
             odd["op"] = numbers
         if function is tw.all_reduce:
@@ -123,6 +127,7 @@ def _collectives(comm: Communicator, transport: str) -> None:
             good["send_counts"] = [4]
             counts = numbers | odd_tensors((1,), torch.int64) | {"bool": [True], "-1": [-1], "2**62": [2**62]}
             odd |= dict.fromkeys(("send_counts", "recv_counts", "send_displs", "recv_displs"), counts)
+            odd["check"] = numbers
         for wire in ("none", "int8"):
             for what, call in with_odd(function, {**good, "wire": wire}, odd):
                 if "comm=None" not in what:
@@ -135,7 +140,7 @@ def _collectives(comm: Communicator, transport: str) -> None:
         {
             "x": odd_tensors(shape, torch.int8),
             "scales": numbers | odd_tensors((HIDDEN,), torch.float32),
-            **dict.fromkeys(("dtype", "gather_wire", "transport"), numbers),
+            **dict.fromkeys(("dtype", "gather_wire", "transport", "check"), numbers),
         },
     )
     cut = tw.Layout((1, 1), ("dp", "mp"))("dp", "mp")
@@ -147,7 +152,12 @@ def _collectives(comm: Communicator, transport: str) -> None:
             **dict.fromkeys(("src", "dst", "shape", "wire", "transport", "grad_layout", "grad_wire"), numbers),
         },
     )
-    attempt_all(tw.AllReduceState, {"comm": comm}, dict.fromkeys(("wire", "gather_wire", "transport"), numbers))
+    state = ("wire", "gather_wire", "transport", "error_feedback")
+    attempt_all(tw.AllReduceState, {"comm": comm}, dict.fromkeys(state, numbers))
+    plan = tw.ExchangePlan(torch.arange(4), [4], num_rows=4, **common)
+    attempt_all(plan.there, {"x": torch.ones(shape)}, dict.fromkeys(("async_op", "wire"), numbers))
+    attempt_all(plan.back, {"y": torch.ones(shape)}, dict.fromkeys(("async_op", "wire"), numbers))
+    assert torch.equal(plan.there(torch.ones(shape), wire="none"), torch.ones(shape))
     attempt("AllReduceState(comm)", lambda: tw.AllReduceState("comm"))  # type: ignore[arg-type]
     attempt("hook", lambda: tw.all_reduce_hook(None, None))  # type: ignore[arg-type]
     attempt("hook", lambda: tw.all_reduce_hook(tw.AllReduceState(comm), None))  # type: ignore[arg-type]
@@ -181,7 +191,7 @@ def _methods(comm: Communicator) -> None:
     tensors, numbers = odd_tensors((4, HIDDEN), torch.float32), ODD_NUMBERS
     lists = {kind: [value] for kind, value in tensors.items()} | numbers
     cases: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
-        (comm.all_reduce, {"tensor": x.clone()}, {"tensor": tensors, "op": numbers}),
+        (comm.all_reduce, {"tensor": x.clone()}, {"tensor": tensors, "op": numbers, "async_op": numbers}),
         (comm.reduce, {"tensor": x.clone(), "dst": 0}, {"tensor": tensors, "op": numbers, "dst": numbers}),
         (comm.reduce_scatter, {"output": x.clone(), "input_list": [x]}, {"output": tensors, "input_list": lists}),
         (comm.broadcast, {"tensor": x.clone(), "src": 0}, {"tensor": tensors, "src": numbers}),
@@ -227,7 +237,15 @@ def test_methods_of_a_communicator() -> None:
 
 def _experts(comm: Communicator, transport: str) -> None:
     sizes = {"num_experts": 4, "top_k": 2, "hidden_size": HIDDEN, "max_tokens": 4}
-    names = (*sizes, "lanes", "align", "num_programs", "timeout", "dtype", "wire", "combine_wire", "transport")
+    names = (
+        *sizes, "lanes", "align", "num_programs", "timeout", "dtype", "wire", "combine_wire", "grad_wire", "transport",
+        "invariant", "expert_map",
+    )  # fmt: skip
+    for value in (0, False, "", [], torch.ones(2)):
+        with pytest.raises(tw.WireFormatError, match="unknown wire format"):
+            tw.ExpertParallel(comm, **sizes, grad_wire=value)  # type: ignore[arg-type]
+    with pytest.raises(tw.ArgumentError, match="expert_map is on meta, where tensors have no values"):
+        tw.ExpertParallel(comm, **sizes, expert_map=torch.zeros(4, dtype=torch.int64, device="meta"))
     for name in names:
         for kind, value in ODD_NUMBERS.items():
             if name in ("hidden_size", "max_tokens", "align", "lanes") and kind in ("2**31",):
@@ -258,8 +276,27 @@ def _experts(comm: Communicator, transport: str) -> None:
         for kind, value in ODD_NUMBERS.items():
             d = ep.dispatch(x, ids, weights)
             attempt(f"gather(capacity={kind})", lambda value=value, d=d: d.gather(value))
+            attempt(f"combine(weighted={kind})", lambda value=value, d=d: ep.combine(d.tokens[:1], d, weighted=value))
             attempt(f"combine(d={kind})", lambda value=value: ep.combine(x, value))
             assert torch.equal(ep.combine(d.tokens, d), x)  # nothing of all that has changed the round
+        d = ep.dispatch(x, ids, weights)
+        for gather in (d.gather, d.gather_records, d.gather_routing):
+            with (
+                mock.patch.object(received, "available_bytes", lambda: 1 << 30),  # as of a small machine
+                pytest.raises(tw.CapacityError, match="cannot be allocated: 1073741824 are free"),
+            ):
+                gather(1 << 24)
+        experts = tw.LocalExperts(ep, lambda number: torch.nn.Linear(HIDDEN, HIDDEN))
+        attempt_all(
+            experts.forward,
+            {"rows": d.tokens, "expert_counts": d.expert_counts},
+            {
+                "rows": {k: v for k, v in odd_tensors((8, HIDDEN), torch.float32).items() if k not in TORCHS_OWN},
+                "expert_counts": {k: v for k, v in odd_tensors((4,), torch.int64).items() if k != "fake"}
+                | ODD_NUMBERS
+                | {"negative": torch.tensor([9, -1, 0, 0])},
+            },
+        )
     settle()
 
 
@@ -351,7 +388,14 @@ def test_layouts_and_layers() -> None:
             attempt(f"{method}({kind})", lambda method=method, value=value: getattr(layout("dp"), method)(value))
     sizes = {"hidden_size": 8, "ff_size": 8, "num_experts": 4, "top_k": 2}
     moderate = {kind: value for kind, value in ODD_NUMBERS.items() if kind != "2**31"}  # which is much, and no nonsense
-    attempt_all(tw.MoELayer, sizes, dict.fromkeys((*sizes, "activation"), moderate), ValueError)
+    flags = "gated", "expert_bias"
+    attempt_all(tw.MoELayer, sizes, dict.fromkeys((*sizes, *flags, "activation", "ep"), moderate), ValueError)
+    attempt_all(RouterConfig, {}, dict.fromkeys(("renormalize", "bias", "correction_bias"), ODD_NUMBERS))
+    for kind, value in (ODD_NUMBERS | {"layer": tw.MoELayer(**sizes)}).items():
+        attempt(f"shard({kind})", lambda value=value: tw.MoELayer(**sizes).shard(value))
+        attempt(f"LocalExperts({kind})", lambda value=value: tw.LocalExperts(value, torch.nn.Linear))
+        attempt(f"Int8Experts({kind})", lambda value=value: tw.Int8Experts(value))
+        attempt(f"rotated={kind}", lambda value=value: tw.Int8Experts(GroupedExperts(1, 64, 64), rotated=value))
     layer = tw.MoELayer(**sizes)
     for kind, value in odd_tensors((4, 8), torch.float32).items():
         if kind not in ("double", "meta", "fake", "float8"):  # torch's own affair

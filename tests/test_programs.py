@@ -17,7 +17,7 @@ from thinwire.moe.direct import DirectRounds
 from thinwire.moe.gradients import RoundGradients, Wants
 from thinwire.testing import RankError, run_ranks
 from thinwire.triton_kernels.round_layout import ABANDONED
-from verification.soak.programs import draw_program, run_program, run_programs, script
+from verification.soak.programs import draw_autocast_program, draw_program, run_program, run_programs, script
 
 WORLDS = ("3 threads", "2 threads", "3 processes", "4 processes")
 CALLS = {
@@ -43,6 +43,14 @@ def test_programs_give_what_plain_torch_gives(ranks: str) -> None:
     # Few programs have rows that are many enough, exact, and go to a tensor of tw.empty: those of 3 ranks do.
     wanted = CALLS | {"segments stored straight"} if world == 3 else CALLS
     assert not wanted - {name for counted in seen for name in +counted}
+
+
+@pytest.mark.parametrize("ranks", exhaustive_but([3], [2, 3, 4]))
+def test_rounds_and_their_backward_under_autocast_give_what_plain_torch_gives(ranks: int) -> None:
+    seen = run_ranks(run_programs, ranks, list(range(12)), draw_autocast_program, mode="thread", timeout=240)
+    assert not {"backward of round", "parts by y", "waits"} - {name for counted in seen for name in +counted}
+    drawn = "".join(line for seed in range(12) for line in draw_autocast_program(seed, ranks))
+    assert all(name in drawn for name in ("'float16'", "'bfloat16'", "'direct'", "'staged'", "'two_level'", "False)"))
 
 
 def test_a_wrong_element_shows_and_the_script_has_the_programs_lines() -> None:

@@ -13,8 +13,11 @@ import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+from thinwire.errors import ArgumentError
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -26,6 +29,21 @@ class Recorder(Protocol):
     begun: int
 
     def ended_by(self, error: BaseException) -> None: ...
+
+
+class GraphNode(torch.autograd.Function):
+    """A node of autograd's graph, whose backward computes in the dtypes of its tensors also under autocast."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        backward = cls.backward
+
+        @functools.wraps(backward)
+        def exact(*args: Any) -> Any:
+            with torch._C._DisableAutocast():
+                return backward(*args)
+
+        cls.backward = staticmethod(exact)  # type: ignore[method-assign]
 
 
 #: Of a function's positional and named arguments the recorder of the communicator that it is called on.
@@ -46,10 +64,18 @@ def opaque(
             call is made, and before its caller has the result, then ends the communicator: no other frame would see it.
     """
     disabled: Callable[_P, _T] | None = None
+    code: Any = function.__code__  # type: ignore[attr-defined]
+    names = enumerate(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    flags = [(place, name) for place, name in names if function.__annotations__.get(name) in (bool, "bool")]
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         nonlocal disabled
+        for place, name in flags:
+            require_flag(name, args[place] if place < len(args) else kwargs.get(name, False))
+        if torch._C._is_any_autocast_enabled():  # of which kernels know nothing
+            with torch._C._DisableAutocast():
+                return call(*args, **kwargs)
         recorder = None if find_recorder is None else find_recorder(args, kwargs)
         begun = 0 if recorder is None else recorder.begun
         try:
@@ -62,7 +88,8 @@ def opaque(
             # Where nothing is compiled that is called from here, it takes ten microseconds less.
             return function(*args, **kwargs) if get_eval_frame_callback() is None else disabled(*args, **kwargs)
         except BaseException as error:
-            _undelivered(recorder, begun, error)
+            if recorder is not None and recorder.begun != begun:
+                recorder.ended_by(error)
             raise
 
     marked: Any = call  # as `skip` does, which is there only then
@@ -70,15 +97,18 @@ def opaque(
     return _with_signature(call, function)
 
 
+def require_flag(name: str, value: object) -> None:
+    """Raises ArgumentError for what is neither True nor False, nor as much in numpy, in torch (0-dim), or as 1 or 0."""
+    if value is False or value is True or (isinstance(value, int | np.bool_) and value in (0, 1)):
+        return
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.bool or value.dim() or value.is_meta:
+        raise ArgumentError(f"{name} is a {type(value).__name__}; accepted: True or False")
+
+
 def _with_signature(call: Callable[_P, _T], function: Callable[_P, _T]) -> Callable[_P, _T]:
     """The call, which says of itself what the function does, also to tools that do not follow `__wrapped__`."""
     call.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     return call
-
-
-def _undelivered(recorder: Recorder | None, begun: int, error: BaseException) -> None:
-    if recorder is not None and recorder.begun != begun:
-        recorder.ended_by(error)
 
 
 def compiled_as(
@@ -90,26 +120,15 @@ def compiled_as(
     """
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
-        hidden = opaque(function, reason)
-        disabled: Callable[_P, _T] | None = None
+        hidden = opaque(function, reason, find_recorder)
 
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:  # not that of `opaque`, whose code is not to be traced
-            nonlocal disabled
             if torch.compiler.is_compiling():
                 found: _T = traced(*args, **kwargs)
-                return hidden(*args, **kwargs) if found is NotImplemented else found
-            recorder = None if find_recorder is None else find_recorder(args, kwargs)
-            begun = 0 if recorder is None else recorder.begun
-            try:
-                if "torch._dynamo" not in sys.modules:
-                    return function(*args, **kwargs)
-                if disabled is None:
-                    disabled = torch.compiler.disable(function, reason=reason)
-                return function(*args, **kwargs) if get_eval_frame_callback() is None else disabled(*args, **kwargs)
-            except BaseException as error:
-                _undelivered(recorder, begun, error)
-                raise
+                if found is not NotImplemented:
+                    return found
+            return hidden(*args, **kwargs)
 
         return _with_signature(call, function)
 

@@ -41,7 +41,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import CheckpointPolicy
 
-from thinwire.compiler import opaque
+from thinwire.compiler import GraphNode, opaque
 
 with torch.inference_mode(False):
     #: What all operators are declared to write into. Nobody does: what counts is what a compiler thinks.
@@ -161,7 +161,7 @@ def differentiable(
     """
     operator, names = getattr(OPS, name), _parameters[name]
 
-    class Node(torch.autograd.Function):
+    class Node(GraphNode):
         @staticmethod
         def forward(ctx: Any, order: torch.Tensor, order_of_backward: torch.Tensor, *args: Any) -> Any:
             ctx.order = order_of_backward

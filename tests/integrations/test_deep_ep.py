@@ -328,10 +328,11 @@ def refused(comm: Communicator) -> None:
     )
     good: Any = {"x": x, "topk_idx": ids, "topk_weights": weights, **layout}
     scales = torch.ones(17, 2)
+    elastic = ElasticBuffer(comm.group, num_max_tokens_per_rank=32)
     for odd, said in (
         ({"topk_idx": torch.where(ids == 3, EXPERTS, ids)}, f"topk_idx has {EXPERTS}; accepted: -1 ... {EXPERTS - 1}"),
         ({"topk_idx": ids[:4]}, "topk_idx is torch.int64 [4, 3]; accepted: int64 [17, top_k]"),
-        ({"topk_weights": weights[:, :1]}, "topk_weights is [17, 1]; accepted: [17, 3]"),
+        ({"topk_weights": weights[:, :1]}, "topk_weights is torch.float32 [17, 1]; accepted: floats [17, 3]"),
         (
             {"is_token_in_rank": torch.ones(17, 5, dtype=torch.bool)},
             "is_token_in_rank is torch.bool [17, 5]; accepted: ",
@@ -344,13 +345,33 @@ def refused(comm: Communicator) -> None:
         ),
         ({"x": x.double()}, "x is torch.float64 [17, 256]; accepted: bfloat16"),
         ({"x": x.to(torch.float8_e4m3fn)}, "x is torch.float8_e4m3fn without scales"),
-        ({"x": (x.to(torch.float8_e4m3fn), scales[:3])}, "scales are [3, 2]; accepted: [17, columns]"),
+        (
+            {"x": (x.to(torch.float8_e4m3fn), scales[:3])},
+            "scales are torch.float32 [3, 2]; accepted: float32 or int32 [17, columns]",
+        ),
     ):
         with pytest.raises(RoutingError) as raised:
             buffer.dispatch(**({**good, **odd} if rank == 1 else good))  # type: ignore[arg-type]
         assert str(raised.value).startswith(said if rank == 1 else "ranks [1] refused their arguments")
         recv, _, _, _, handle, _ = buffer.dispatch(**good)  # and works after it
         assert buffer.combine(recv, handle)[0].shape == x.shape
+    # Whatever one rank passes, all are told; what is told of the rest is in the table above.
+    pair, bare = (x.to(torch.float8_e4m3fn), scales), {"topk_idx": None, "topk_weights": None}
+    odd_values: list[dict[str, Any]] = [
+        *({"x": odd} for odd in (None, [1], (x,), (x, None), x.to_sparse(), x.to("meta"), x.to(torch.complex64))),
+        *({"topk_idx": odd} for odd in ("ids", ids.bool(), ids.to_sparse(), ids.to("meta"), ids.to(torch.complex64))),
+        *({"topk_weights": odd} for odd in ("weights", weights.to_sparse(), weights.to(torch.complex64))),
+        *({"is_token_in_rank": odd} for odd in ("all", layout["is_token_in_rank"].to_sparse())),
+        *({"num_tokens_per_expert": odd} | bare for odd in (5, [3, 5], layout["num_tokens_per_expert"].to_sparse())),
+        {"x": (pair[0], scales.to_sparse())}, {"x": (pair[0], scales.to(torch.complex64))},
+        *({"num_worst_tokens": odd} for odd in ("all", -1, 2**50, x)),
+        *({"expert_alignment": odd} for odd in (0, "4", x)),
+    ]  # fmt: skip
+    for odd in odd_values:
+        with pytest.raises(RoutingError, match=None if rank == 1 else re.escape("ranks [1] refused their arguments")):
+            buffer.dispatch(**({**good, **odd} if rank == 1 else good))
+    with pytest.raises(RoutingError, match="the dtype of scales: "):
+        buffer.dispatch(**good | {"x": (pair[0], scales.int() if rank else scales)})
     for odd, said in (
         ({"num_tokens_per_expert": torch.ones(2 * EXPERTS)}, f"the experts: [{EXPERTS}, {2 * EXPERTS}]"),
         ({"topk_idx": ids[:, :2], "topk_weights": weights[:, :2]}, "the top_k: [3, 2]"),
@@ -382,8 +403,19 @@ def refused(comm: Communicator) -> None:
         buffer.low_latency_dispatch(x, ids, 32 + rank, EXPERTS)
     with pytest.raises(RoutingError, match=re.escape("ranks disagree on the dtype of x: ")):
         buffer.low_latency_dispatch(x, ids, 32, EXPERTS, use_fp8=rank == 0)
-    with pytest.raises(ArgumentError, match="FP8 takes multiples of 512"):
+    with pytest.raises(RoutingError, match="FP8 takes multiples of 512"):
         buffer.low_latency_dispatch(x, ids, 32, EXPERTS, round_scale=True, use_ue8m0=True)
+    twice = torch.where(ids < 0, -1, ids[:, :1])
+    for call in (
+        lambda x, ids: buffer.low_latency_dispatch(x, ids, 32, EXPERTS, use_fp8=False),
+        lambda x, ids: elastic.dispatch(x, ids, num_experts=EXPERTS, do_cpu_sync=False, do_expand=True),
+    ):
+        for odd in ((x, twice), (None, ids), (x.to_sparse(), ids), (x, ids.bool()), (x, None)):
+            with pytest.raises(RoutingError, match="names an expert twice|x |topk_idx" if rank == 1 else "refused"):
+                call(*(odd if rank == 1 else (x, ids)))
+    for odd in ({"num_experts": 2.0}, {"num_max_tokens_per_rank": "a"}, {"expert_alignment": 0}, {"do_expand": x}):
+        with pytest.raises(RoutingError):
+            elastic.dispatch(x, ids, **{"num_experts": EXPERTS, "do_cpu_sync": False} | (odd if rank == 1 else {}))
     with pytest.raises(NotImplementedError, match="flight recorder"):
         buffer.low_latency_dispatch(x, ids, 32, EXPERTS, dispatch_wait_recv_cost_stats=torch.zeros(2, 2))
     experts, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, 32, EXPERTS, use_fp8=False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -13,6 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 import thinwire as tw
+import thinwire.compiler
 from tests.helpers.hosts import for_transport
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import ArgumentError, RoutingError, WireFormatError
@@ -20,6 +23,46 @@ from thinwire.testing import run_ranks
 
 HIDDEN = 32
 each_transport = pytest.mark.parametrize("transport", ["direct", "staged", "two_level"])
+
+
+def test_backward_of_each_node_computes_without_autocast() -> None:
+    """Those that derive from GraphNode do; no file of the package has another kind."""
+    root = Path(thinwire.compiler.__file__).parent
+    rooms = [root, *(root.parents[1] / room for room in ("comm", "fused", "moe", "triton_kernels"))]
+    found = [path.name for room in rooms for path in room.rglob("*.py") if "autograd.Function)" in path.read_text()]
+    assert found == ["compiler.py"]
+
+    class Dtypes(thinwire.compiler.GraphNode):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.vecdot(grads[0], grads[0])[:, None].expand(2, 2) + 2**-20
+
+    x = torch.ones(2, 2, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        Dtypes.apply(x).sum().backward()
+        assert thinwire.compiler.opaque(lambda: torch.linalg.vecdot(x, x))().dtype == torch.float32
+        assert torch.linalg.vecdot(x, x).dtype == torch.bfloat16  # as before
+    assert x.grad is not None and float(x.grad[0, 0]) == 2 + 2**-20
+
+
+def _dots_in_16_bits(comm: Communicator, transport: str) -> None:
+    """They travel as the bits that they are."""
+    with _parallel(comm, transport) as ep:
+        weights = torch.rand(2, 1, requires_grad=True)
+        d = ep.dispatch(torch.ones(2, HIDDEN), torch.tensor([[0], [3]]), weights)
+        y = ep.combine(d.tokens, d)
+        with pytest.raises(RoutingError, match=r"weight_grads is torch.bfloat16.*accepted: torch.float32"):
+            y.sum().backward()
+
+
+@each_transport
+def test_gradients_of_router_weights_in_another_dtype_are_refused(transport: str) -> None:
+    with mock.patch.object(torch.linalg, "vecdot", lambda a, b: (a * b).sum(1).bfloat16()):
+        run_ranks(_dots_in_16_bits, 2, transport, mode="thread")
 
 
 def _parallel(comm: Communicator, transport: str, top_k: int = 1) -> tw.ExpertParallel:

@@ -23,6 +23,7 @@ from thinwire.fused import staged
 from thinwire.moe.two_level import TwoLevelRounds
 from thinwire.moe.two_level_lanes import served_by
 from thinwire.testing import RankError, run_ranks
+from thinwire.wire import WireFormat
 
 pytest.importorskip("numba", reason="CPU ranks need numba")
 
@@ -97,6 +98,30 @@ def test_experts_see_what_they_see_on_one_level(hosts: Hosts, wire: str) -> None
 
 def test_exact_float32_rounds_differ_in_the_order_of_sums_alone() -> None:
     assert _errors(4, TWO_BY_TWO, "none", torch.float32)[1] <= 1e-7
+
+
+@pytest.mark.parametrize(("hidden", "top_k"), [(1, 1), (8, 1), (16, 2)])
+@pytest.mark.parametrize("wires", [("none", "none"), ("int6+h64", "int10"), (WireFormat("int8", 128, 16), "int4")])
+def test_small_rows_and_one_expert_a_token(wires: tuple[Any, str], hidden: int, top_k: int) -> None:
+    run_ranks(_small, 4, hidden, top_k, *wires, mode="thread", timeout=60)
+
+
+def _small(comm: Communicator, hidden: int, top_k: int, wire: Any, combine_wire: str) -> None:
+    """As staged, but for the rounding of sums. A rank has no tokens, so its ids of one column have a stride of 0."""
+    x, ids, weights = batch(comm.rank, 0, torch.float32, (4, top_k, hidden, 7))
+    homes, grads = [], []
+    for transport in ("staged", "two_level"):
+        with ExpertParallel(
+            on_hosts(comm, TWO_BY_TWO), 4, top_k, hidden, 7, wire=wire, combine_wire=combine_wire, transport=transport
+        ) as ep:
+            inputs = x.clone().requires_grad_(), ids, weights.clone().requires_grad_()
+            d = ep.dispatch(*inputs)
+            y = ep.combine(d.tokens * 2, d)
+            y.sum().backward()
+            homes.append(y.detach())
+            grads.append((inputs[0].grad, inputs[2].grad))
+    torch.testing.assert_close(homes[1], homes[0], rtol=0, atol=0.15 * float(homes[0].abs().amax() if len(x) else 0))
+    torch.testing.assert_close(grads[1], grads[0])
 
 
 def test_no_rank_is_signalled_before_its_last_piece_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,15 +90,16 @@ class ElasticBuffer(AnyBuffer):
         """
         if use_tma_aligned_col_major_sf:
             raise NotImplementedError("use_tma_aligned_col_major_sf=True; scales are row-major here")
-        event, wire = done(previous_event, previous_event_before_epilogue), self.grad_wire
+        event, wire, made = done(previous_event, previous_event_before_epilogue), self.grad_wire, handle is None
         if handle is None:
-            most, wire = num_max_tokens_per_rank or self.num_max_tokens_per_rank, self.wire
-            ids = topk_idx.clone() if do_handle_copy and topk_idx is not None else topk_idx
-            room = most * self.group_size if do_cpu_sync is False else None
-            route = Route(self.comm, x, num_experts or 0, ids, topk_weights, room=room)
-            handle, weights = EPHandle(route, do_expand, expert_alignment or 1, most, num_sms), route.weights
-            if cumulative_local_expert_recv_stats is not None:
-                cumulative_local_expert_recv_stats += handle.num_unaligned_recv_tokens_per_expert
+            most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
+            alignment, wire = 1 if expert_alignment is None else expert_alignment, self.wire
+            route = Route(
+                self.comm, x, 0 if num_experts is None else num_experts, topk_idx, topk_weights, None,
+                self._room(most) if do_cpu_sync is False else None, once=do_expand, alignment=alignment,
+            )  # fmt: skip
+            route.topk_idx = route.topk_idx.clone()
+            handle, weights = EPHandle(route, do_expand, alignment, most, num_sms), route.weights
         elif topk_idx is not None or (do_expand and not handle.do_expand):
             what = "topk_idx" if topk_idx is not None else "do_expand=True"
             raise ArgumentError(f"{what} was passed beside a handle that has its own, or was made without")
@@ -106,6 +107,8 @@ class ElasticBuffer(AnyBuffer):
             weights = handle.route.there(topk_weights.float(), EXACT).where(handle.route.ids >= 0, 0)
         route = handle.route
         recv, recv_weights = route.there(x, wire), None if topk_weights is None else weights
+        if made and cumulative_local_expert_recv_stats is not None:  # after all that peers wait for
+            cumulative_local_expert_recv_stats += handle.num_unaligned_recv_tokens_per_expert
         if not do_expand:
             return recv, route.ids.clone(), recv_weights, handle, event  # it is used again
         size = handle.num_expanded_tokens

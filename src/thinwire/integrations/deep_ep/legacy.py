@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from thinwire.comm.tensors import is_int
 from thinwire.errors import ArgumentError, RoutingError
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.integrations.deep_ep.events import EventOverlap, done
@@ -104,11 +105,17 @@ class Buffer(AnyBuffer):
         event = done(previous_event)
         if handle is not None:
             return handle[5].there(x, self.grad_wire), None, None, None, None, event
-        num_experts = 0 if num_tokens_per_expert is None else len(num_tokens_per_expert)
-        route = Route(self.comm, x, num_experts, topk_idx, topk_weights, is_token_in_rank, num_worst_tokens or None)
+        per_expert = num_tokens_per_expert
+        num_experts = per_expert.numel() if isinstance(per_expert, torch.Tensor) else 0
+        room = None if is_int(num_worst_tokens, 0, 0) else num_worst_tokens
+        route = Route(
+            self.comm, x, num_experts, topk_idx, topk_weights, is_token_in_rank, room, alignment=expert_alignment,
+            per_expert=per_expert,
+        )  # fmt: skip
         recv, counts = route.there(x, self.wire), route.expert_counts
-        if counts is None and num_tokens_per_expert is not None:
-            of_all: Any = all_to_all_v(num_tokens_per_expert.view(self.group_size, -1), wire=EXACT, comm=self.comm)
+        if counts is None and per_expert is not None:
+            of_experts = per_expert.long().reshape(self.group_size, -1)
+            of_all: Any = all_to_all_v(of_experts, wire=EXACT, comm=self.comm)
             counts = of_all.sum(0)
         listed = [] if num_worst_tokens else aligned(counts, expert_alignment).tolist()
         of_ranks = route.counts.cumsum(0).int().to(self.comm.device)
@@ -140,13 +147,19 @@ class Buffer(AnyBuffer):
 
         A token is rounded to FP8 at home, and travels once to each rank. Slots without a row are not written. The hook
         waits for rows; all ranks call their hooks at the same place among their calls. RoutingError comes out on all
-        ranks, ArgumentError of an x that cannot be FP8 on this one.
+        ranks, also where a token names an expert twice.
         """
         _refuse_times(dispatch_wait_recv_cost_stats)
-        parts: Any = to_fp8(x, round_scale, use_ue8m0) if use_fp8 else (x,)
-        size, width = self.group_size, num_max_dispatch_tokens_per_rank * self.group_size
-        route = Route(self.comm, parts if use_fp8 else x, num_experts, topk_idx, None, room=width, padded=False)
-        experts = route.num_local
+        parts: Any = ()
+
+        def made() -> Rows:
+            nonlocal parts
+            parts = to_fp8(x, round_scale, use_ue8m0) if use_fp8 else (x,)
+            return parts if use_fp8 else x
+
+        size, room = self.group_size, self._room(num_max_dispatch_tokens_per_rank)
+        route = Route(self.comm, x, num_experts, topk_idx, None, None, room, padded=False, once=True, made=made)
+        experts, width = route.num_local, room
         route.lay_out(torch.arange(experts, device=x.device) * width)
         at = route.expert, route.place % width
         made = [part.new_empty(experts, width, part.shape[1]) for part in parts]

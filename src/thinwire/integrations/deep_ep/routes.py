@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,15 @@ import torch.distributed as dist
 from torch.nn.functional import embedding_bag
 
 from thinwire.comm import Communicator, as_communicator
+from thinwire.comm.tensors import is_int
 from thinwire.errors import ArgumentError, CapacityError, RoutingError
 from thinwire.fused.all_gather import all_gather
 from thinwire.fused.codec import resolve_wire
 from thinwire.fused.exchange_plan import ExchangePlan
 from thinwire.integrations.deep_ep.events import EventOverlap, done
 from thinwire.log import LOGGER
+from thinwire.moe.plan import merge_repeated_experts
+from thinwire.moe.received import check_capacity
 from thinwire.wire import WireFormat
 
 #: Formats of tokens, sums and gradients, by commas; those that are left out have their defaults.
@@ -27,7 +30,11 @@ topk_idx_t = torch.int64
 MaybeTensor = torch.Tensor | None
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # or FP8 rows and their scales, which travel exactly
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
-_FACTS = ("experts", "top_k", "columns of x", "dtype of x", "columns of scales", "room for rows (-1: any)")
+_SCALES = (None, torch.float32, torch.int32, torch.uint8, torch.float16, torch.bfloat16)  # None: there are none
+_INTEGERS = torch.int64, torch.int32
+_FACTS = (
+    "experts", "top_k", "columns of x", "dtype of x", "columns of scales", "dtype of scales", "room for rows (-1: any)"
+)  # fmt: skip
 
 
 class AnyBuffer:
@@ -62,6 +69,10 @@ class AnyBuffer:
     def destroy(self) -> None:
         """Does nothing: memory is the communicator's, which ends with its group."""
 
+    def _room(self, tokens: Any) -> Any:
+        """For rows of all ranks with so many tokens each; what is no number, as it is."""
+        return tokens * self.group_size if is_int(tokens, 0) else tokens
+
     def _home(self, route: Route, x: torch.Tensor, weights: MaybeTensor, bias: Any) -> tuple[torch.Tensor, MaybeTensor]:
         """Sums at home of rows, with one bias or two, and of weights."""
 
@@ -81,11 +92,15 @@ class Route:
     """Where the tokens of a dispatch go, and what came of their ids and weights. Making it is collective.
 
     Rows that came are by source rank, then token. If padded, as many as `room` are given; those behind have ids of -1.
+    Whatever was passed on this rank, its peers are told, and all ranks raise RoutingError.
 
     Args:
         ids, weights: [tokens, top_k]. Without weights they are 1.
         in_rank: bool [tokens, ranks]; None: it follows from ids.
         room: how many rows may come to a rank.
+        once: whether each expert has so many slots, so that a token may name it once only.
+        made: gives rows and scales of x, once that was checked.
+        alignment, per_expert: of experts' rows, and how many each gets.
     """
 
     topk_idx: Any  # as it was passed
@@ -95,24 +110,33 @@ class Route:
 
     def __init__(
         self, comm: Communicator, x: Rows, num_experts: int, ids: MaybeTensor, weights: MaybeTensor,
-        in_rank: MaybeTensor = None, room: int | None = None, padded: bool = True,
+        in_rank: MaybeTensor = None, room: int | None = None, padded: bool = True, once: bool = False,
+        made: Callable[[], Rows] | None = None, alignment: int = 1, per_expert: MaybeTensor = None,
     ) -> None:  # fmt: skip
-        problem = _problem(x, in_rank, num_experts, comm.size, ids, weights)
+        problem: Exception | None = None
         told = torch.full((comm.size + len(_FACTS),), -1, device=comm.device)
-        if problem is None:
+        try:
+            _check(comm, x, in_rank, num_experts, ids, weights, room, alignment, per_expert)
+            if once and room is not None and (merge_repeated_experts(ids, ids)[0] != ids.clamp(min=-1)).any():
+                raise RoutingError("topk_idx names an expert twice for a token; accepted in a fixed shape: once")
+            x = x if made is None else made()
             in_rank = ranks_of(ids, num_experts, comm.size) if ids is not None and in_rank is None else in_rank
             assert in_rank is not None
             rows, scales = x if isinstance(x, tuple) else (x, None)
             facts = [
                 num_experts, 0 if ids is None else ids.shape[1], rows.shape[1], _DTYPES.index(rows.dtype),
-                0 if scales is None else scales.shape[1], -1 if room is None else room,
+                0 if scales is None else scales.shape[1], _SCALES.index(None if scales is None else scales.dtype),
+                -1 if room is None else room,
             ]  # fmt: skip
             told = torch.cat([in_rank.sum(0), torch.tensor(facts, device=comm.device)])
+        except Exception as error:  # of any kind, as peers wait for what is told
+            problem = error
         heard: Any = all_gather(told[None], wire="none", comm=comm)
         self.counts, of_all = heard.cpu().split([comm.size, len(_FACTS)], 1)  # [i, j]: rows from rank i to rank j
         refusing = (of_all[:, 0] < 0).nonzero().flatten().tolist()
         if refusing:
-            raise RoutingError(problem or f"ranks {refusing} refused their arguments, and raised why; nothing was sent")
+            others = f"ranks {refusing} refused their arguments, and raised why; nothing was sent"
+            raise RoutingError(str(problem or others)) from problem
         for name, of_ranks in zip(_FACTS, of_all.t().tolist(), strict=True):
             if len({*of_ranks}) > 1:
                 raise RoutingError(f"ranks disagree on the {name}: {of_ranks}; nothing was sent")
@@ -192,28 +216,40 @@ def octets_of_fp8(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
-def _problem(
-    x: Rows, in_rank: MaybeTensor, num_experts: int, size: int, ids: MaybeTensor, weights: MaybeTensor
-) -> str | None:
-    """What does not fit of a dispatch's arguments, and what is accepted."""
-    x, scales = x if isinstance(x, tuple) else (x, None)
+def _check(
+    comm: Communicator, x: Rows, in_rank: MaybeTensor, num_experts: int, ids: MaybeTensor, weights: MaybeTensor,
+    room: int | None, alignment: int, per_expert: MaybeTensor,
+) -> None:  # fmt: skip
+    """Raises a ThinwireError for what does not fit of a dispatch's arguments, which says what is accepted."""
+    is_pair = isinstance(x, tuple) and len(x) == 2 and x[1] is not None
+    size, (x, scales) = comm.size, x if is_pair else (x, None)
+    comm.check_device("x", x)
+    names = "scales", "is_token_in_rank", "topk_idx", "topk_weights", "num_tokens_per_expert"
+    for name, tensor in zip(names, (scales, in_rank, ids, weights, per_expert), strict=True):
+        if tensor is not None:
+            comm.check_device(name, tensor)
+    rows, problem = len(x) if x.dim() else 0, None
     if x.dim() != 2 or x.dtype not in _DTYPES:
-        return f"x is {x.dtype} {list(x.shape)}; accepted: bfloat16, float32, float16 or FP8 [tokens, hidden]"
-    rows = len(x)
-    if scales is not None and (scales.dim() != 2 or len(scales) != rows):
-        return f"scales are {list(scales.shape)}; accepted: [{rows}, columns]"
-    if scales is None and x.dtype.itemsize == 1:
-        return f"x is {x.dtype} without scales; accepted: a pair of FP8 rows and scales"
-    if num_experts < 1 or num_experts % size:
-        return f"there are {num_experts} experts; accepted: multiples of the group's {size} ranks"
-    if in_rank is not None and (in_rank.shape != (rows, size) or in_rank.dtype != torch.bool):
-        return f"is_token_in_rank is {in_rank.dtype} {list(in_rank.shape)}; accepted: bool [{rows}, {size}]"
-    if ids is None:
-        return "a dispatch without a handle needs topk_idx or is_token_in_rank" if in_rank is None else None
-    if ids.dim() != 2 or len(ids) != rows or ids.is_floating_point():
-        return f"topk_idx is {ids.dtype} {list(ids.shape)}; accepted: int64 [{rows}, top_k]"
-    if ids.numel() and int(ids.max()) >= num_experts:
-        return f"topk_idx has {int(ids.max())}; accepted: -1 ... {num_experts - 1}"
-    if weights is not None and weights.shape != ids.shape:
-        return f"topk_weights is {list(weights.shape)}; accepted: {list(ids.shape)}"
-    return None
+        problem = f"x is {x.dtype} {list(x.shape)}; accepted: bfloat16, float32, float16 or FP8 [tokens, hidden]"
+    elif scales is not None and (scales.dim() != 2 or len(scales) != rows or scales.dtype not in _SCALES):
+        problem = f"scales are {scales.dtype} {list(scales.shape)}; accepted: float32 or int32 [{rows}, columns]"
+    elif scales is None and x.dtype.itemsize == 1:
+        problem = f"x is {x.dtype} without scales; accepted: a pair of FP8 rows and scales"
+    elif not is_int(num_experts, 1) or num_experts % size:
+        problem = f"there are {num_experts!r} experts; accepted: multiples of the group's {size} ranks"
+    elif not is_int(alignment, 1):
+        problem = f"expert_alignment is {alignment!r}; accepted: an int of at least 1"
+    elif in_rank is not None and (in_rank.shape != (rows, size) or in_rank.dtype != torch.bool):
+        problem = f"is_token_in_rank is {in_rank.dtype} {list(in_rank.shape)}; accepted: bool [{rows}, {size}]"
+    elif ids is None and in_rank is None:
+        problem = "a dispatch without a handle needs topk_idx or is_token_in_rank"
+    elif ids is not None and (ids.dim() != 2 or len(ids) != rows or ids.dtype not in _INTEGERS):
+        problem = f"topk_idx is {ids.dtype} {list(ids.shape)}; accepted: int64 [{rows}, top_k]"
+    elif ids is not None and ids.numel() and int(ids.max()) >= num_experts:
+        problem = f"topk_idx has {int(ids.max())}; accepted: -1 ... {num_experts - 1}"
+    elif ids is not None and weights is not None and (weights.shape != ids.shape or weights.is_complex()):
+        problem = f"topk_weights is {weights.dtype} {list(weights.shape)}; accepted: floats {list(ids.shape)}"
+    if problem is not None:
+        raise RoutingError(problem)
+    if room is not None:
+        check_capacity(room, x.shape[1] * x.itemsize * x.is_cpu)
