@@ -62,6 +62,7 @@ soak: $(VENV)/ready
 	$(RUN) -m verification.faults --repeats 20 --add --json benchmarks/results/cpu/faults.json
 	$(RUN) -m verification.soak.schedules --rounds 500 --json benchmarks/results/cpu/schedules.json
 	$(RUN) -m verification.soak.programs --count 1000 --json benchmarks/results/cpu/programs.json
+	$(RUN) -m verification.soak.programs --count 500 --autocast
 	$(RUN) -m verification.soak.invariant --programs 10000 --json benchmarks/results/cpu/invariant.json
 
 # Corrupted memory for an hour or two, and ten minutes of hostile bytes for each parser.

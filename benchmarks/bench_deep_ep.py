@@ -40,6 +40,7 @@ _HIDDEN, _TOP_K, _EXPERTS = 2048, 8, 64
 _WAYS = "pair", "deep_ep", "plan"
 
 
+@torch.no_grad()
 def measure(comm: Communicator, wires: Sequence[str], tokens: Sequence[int], repeats: int) -> dict[str, list[float]]:
     """One rank's part: samples of every way."""
     samples: dict[str, list[float]] = {}
@@ -50,6 +51,7 @@ def measure(comm: Communicator, wires: Sequence[str], tokens: Sequence[int], rep
     return samples
 
 
+@torch.no_grad()
 def peak(comm: Communicator, wire: str, tokens: int, way: str) -> float:
     """MiB of resident memory that one way adds at most to a process of its own, whose kernels are compiled."""
     _pairs(comm, wire, 8)[way]()

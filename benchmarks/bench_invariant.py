@@ -42,6 +42,7 @@ _PLANNED_RANKS, _PLANNED = (2, 8), (256, 8, 7168, 128)
 _WIRES = ("int8", "int8+h64")
 
 
+@torch.no_grad()
 def measure(comm: Communicator, repeats: int, sample_seconds: float) -> dict[str, Any]:
     """One rank's part: the samples of every kind of round, and bytes of its sums."""
     functions: dict[str, Callable[[], object]] = {}

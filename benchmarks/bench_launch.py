@@ -105,6 +105,7 @@ def calls(comm: Communicator, ep: ExpertParallel) -> dict[str, Callable[[], obje
     }
 
 
+@torch.no_grad()
 def measure(comm: Communicator, stub: StubDriver, repeats: int) -> list[dict[str, Any]] | None:
     """Figures of each call, at the first rank; the others are there for the first meeting alone."""
     ep = ExpertParallel(comm, EXPERTS, TOP_K, HIDDEN, TOKENS, transport="direct")

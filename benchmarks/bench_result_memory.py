@@ -73,6 +73,7 @@ def _page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
+@torch.no_grad()
 def measure(
     comm: Communicator, tokens: int, hidden: int, top_k: int, repeats: int, memories: Sequence[str]
 ) -> dict[str, Any]:

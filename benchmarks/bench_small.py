@@ -86,6 +86,7 @@ def _round(ep: ExpertParallel, tokens: int) -> Callable[[], object]:
     return run
 
 
+@torch.no_grad()
 def measure(comm: Communicator, repeats: int, sample_seconds: float) -> dict[str, timing.Times]:
     """One rank's part: samples of every call, among others of its kind and alone."""
     torch.set_num_threads(1)

@@ -77,6 +77,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _METERS = ("bytes", "packets", "rank", "machine", "seconds")
 
 
+@torch.no_grad()
 def measure(
     comm: Communicator, *, operations: Sequence[str], ways: Sequence[str], repeats: int, **sizes: int
 ) -> dict[str, dict[str, Any]]:

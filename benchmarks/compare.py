@@ -43,6 +43,7 @@ CASES = (
 )  # fmt: skip
 
 
+@torch.no_grad()
 def serve() -> None:
     """A rank of one checkout: reads `count case` from its input, and answers with seconds."""
     import thinwire as tw

@@ -121,6 +121,7 @@ def bench(tokens: int, wire: str, repeats: int) -> list[dict[str, Any]]:
     return figures
 
 
+@torch.no_grad()
 def at_once(comm: Communicator, tokens: int, wire: str, repeats: int) -> dict[str, Any]:
     """Figures of rounds of ranks that run at once, through the library."""
     with ExpertParallel(comm, EXPERTS, TOP_K, HIDDEN, tokens, wire=wire, transport="direct") as ep:

@@ -110,7 +110,7 @@ class Calls:
             numbered: whether all ranks make this call.
 
         Raises:
-            ThinwireError: the communicator has ended at this rank; nothing was begun.
+            ThinwireError: the communicator has ended at this rank, or another thread is in a call; nothing was begun.
         """
         self.settle()
         return Call(self.recorder, (name, shape, dtype, wires, transport, details), numbered)
@@ -123,15 +123,20 @@ class Calls:
         """Ends what is under way of earlier calls, as peers may wait for it. What interrupts that leaves no entry.
 
         Raises:
-            ThinwireError: it has ended at this rank, in a child or by an interrupt; direct rounds ask no more of it.
+            ThinwireError: it has ended at this rank, in a child or by an interrupt; direct rounds ask no more of it. Or
+                another thread is in a call.
         """
         if self._ended is not None:
             raise ThinwireError(self._ended)
-        if self._unfinished:
-            self._settle_collectives()
-        for attachment in self._attachments.values():
-            if attachment.under_way is not None:
-                attachment.settle()
+        self.recorder.take_turn()
+        try:
+            if self._unfinished:
+                self._settle_collectives()
+            for attachment in self._attachments.values():
+                if attachment.under_way is not None:
+                    attachment.settle()
+        finally:
+            self.recorder.end_turn()
 
     def _settle_collectives(self) -> None:
         while self._unfinished:

@@ -163,16 +163,15 @@ class HostCollectives(Calls, ABC):
             name: the caller's name for the tensor.
 
         Raises:
-            TransportUnavailable: the tensor is on another kind of device, or is no tensor.
-            ArgumentError: it is no plain dense tensor.
+            ArgumentError: it is on another kind of device, or no plain dense tensor.
         """
         if is_plain(tensor, self._device):
             return
         if not isinstance(tensor, Tensor):
-            raise TransportUnavailable(f"{name} is a {type(tensor).__name__}; a torch.Tensor is needed")
+            raise ArgumentError(f"{name} is a {type(tensor).__name__}; a torch.Tensor is needed")
         # Devices are compared first: torch makes a new string each time that it is asked for a type.
         if tensor.device != self._device and tensor.device.type != self._device.type:
-            raise TransportUnavailable(
+            raise ArgumentError(
                 f"{name} lives on {tensor.device}, but this communicator's tensors live on {self._device}: "
                 "move it, or make a communicator of that device, the CPU or CUDA"
             )

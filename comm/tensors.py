@@ -83,22 +83,34 @@ def require_dense(name: str, tensor: object, in_memory: bool = True) -> None:
 
 
 def require_writable(name: str, tensor: torch.Tensor) -> None:
-    """Raises ArgumentError for a tensor whose elements share memory with each other, such as an expanded one."""
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    """Raises ArgumentError for a dense tensor that a call could not fill; its `copy_` would tell when all was sent."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise ArgumentError(
-            f"{name} has strides {list(tensor.stride())} for shape {list(tensor.shape)}: elements share memory, and "
-            "cannot be filled one by one; expected a tensor of its own, such as clone() gives"
+            f"{name} was made in inference mode, and can be written there only: pass {name}.clone(), or call this "
+            "within torch.inference_mode()"
         )
+    if tensor.numel() and not tensor.data_ptr():
+        raise ArgumentError(f"{name} has no memory, as where its storage was freed; expected a tensor with values")
+    reach = 0  # of the dimensions with smaller strides
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)) if not tensor.is_contiguous() else ():
+        if size > 1 and stride <= reach and tensor.numel():
+            raise ArgumentError(
+                f"{name} has strides {list(tensor.stride())} for shape {list(tensor.shape)}: elements share memory, "
+                "and cannot be filled one by one; expected a tensor of its own, such as clone() gives"
+            )
+        reach += (size - 1) * stride
 
 
 def overwrite(name: str, out: torch.Tensor | None) -> None:
     """Tells autograd that a call fills `out`, if it is given; kernels write where autograd does not see it.
 
     Raises:
+        ArgumentError: it cannot be filled.
         WireFormatError: out wants a gradient, and autograd would not see its new history.
     """
     if out is None:
         return
+    require_writable(name, out)
     if out.requires_grad and torch.is_grad_enabled():
         raise WireFormatError(f"{name} wants a gradient, and is overwritten: detach it, or call under torch.no_grad()")
     if not out.is_inference():

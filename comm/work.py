@@ -58,6 +58,7 @@ class Work(Generic[_T]):
         Raises:
             PeerTimeout: a peer did not do its part within the communicator's timeout, or its connection was lost.
             CountsError: in all_to_all_v on the direct transport, a peer sent something other than expected.
+            ThinwireError: another thread is in a call on the communicator; call it again.
         """
         if self._failure is not None:
             raise self._failure
@@ -71,6 +72,8 @@ class Work(Generic[_T]):
         return self._result
 
     def _end(self) -> None:
+        if self._recorded is not None:
+            self._recorded.take_turn()  # not below: that another thread has it does not end the call
         over = False  # if anything goes wrong: a generator that raised goes on with nothing
         try:
             # Tensors that were made in inference mode can be written in it only.
@@ -91,6 +94,9 @@ class Work(Generic[_T]):
                 self._failure = without_traceback(error)
                 self._let_go()
             raise
+        finally:
+            if self._recorded is not None:
+                self._recorded.end_turn()
         self._let_go()
 
     def _let_go(self) -> None:

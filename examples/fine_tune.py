@@ -78,19 +78,6 @@ def add_up_gradients(weights: list[torch.nn.Parameter], comm: tw.Communicator) -
         weight.grad = total.view_as(weight)
 
 
-def clip_gradients(model: TinyMoE, shared: list[torch.nn.Parameter], comm: tw.Communicator) -> None:
-    """Scales all gradients to a norm of at most 1, that of all ranks' experts and of one replica."""
-    everywhere = {id(weight) for weight in shared}
-    squares = {True: 0.0, False: 0.0}
-    for weight in model.parameters():
-        if weight.grad is not None:
-            squares[id(weight) in everywhere] += float(weight.grad.square().sum())
-    scale = min(1.0, 1.0 / math.sqrt(sum(comm.all_gather_object(squares[False])) + squares[True]))
-    for weight in model.parameters():
-        if weight.grad is not None:
-            weight.grad *= scale
-
-
 def fine_tune(comm: tw.Communicator, formats: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
     """One rank of one run.
 
@@ -122,7 +109,7 @@ def fine_tune(comm: tw.Communicator, formats: dict[str, str], options: dict[str,
         # Divided here, and then summed: an expert's gradient is that of all ranks' tokens already.
         ((loss + BALANCE * torch.stack(balance).mean()) / comm.size).backward()
         add_up_gradients(shared, comm)
-        clip_gradients(model, shared, comm)
+        tw.clip_grad_norm_(model, 1.0)
         optimiser.step()
         losses.append(sum(comm.all_gather_object(loss.item())) / comm.size / math.log(2.0))
     seconds = time.perf_counter() - started

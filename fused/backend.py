@@ -201,7 +201,7 @@ def _numba(device: torch.device, reason: str, threads: int) -> Backend:
         raise TransportUnavailable(f"the numba backend takes CPU tensors, not tensors on {device}")
     if not HAS_NUMBA:
         raise TransportUnavailable(
-            "CPU tensors need numba, which must compile: pip install numba without NUMBA_DISABLE_JIT (or set "
+            f"CPU tensors need numba: {'unset NUMBA_DISABLE_JIT' if JIT_DISABLED else 'pip install numba'} (or set "
             f"{BACKEND_VARIABLE}=torch, many times slower)"
         )
     # Here, not above: loading numba takes a while, and GPU ranks do without it.

@@ -146,8 +146,7 @@ class DirectCollectives(LegTransport):
         recorder: FlightRecorder | None = None,
     ) -> None:
         super().__init__(KEY, memory, layout, rank, timeout, voters)
-        self._recorder = recorder or FlightRecorder(rank, layout.WORLD, KEY, "", timeout, writes=False)
-        self._phase = self._recorder.phase
+        self._phase = (recorder or FlightRecorder(rank, layout.WORLD, KEY, "", timeout, writes=False)).phase
         self._kernels = kernels
         self._words = self.report.data  # the same, of which a word is read sooner
         self._under_way = False  # whether a call is in the kernels

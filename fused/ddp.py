@@ -76,7 +76,7 @@ def all_reduce_hook(state: AllReduceState, bucket: dist.GradBucket) -> torch.fut
         bucket: float32, float16 or bfloat16 gradients.
 
     Raises:
-        ArgumentError: another state or bucket.
+        ArgumentError: another state or bucket, or sparse gradients.
         WireFormatError: gradients that the wire cannot carry.
         PeerTimeout: a peer did not answer within the communicator's timeout.
     """
@@ -85,6 +85,12 @@ def all_reduce_hook(state: AllReduceState, bucket: dist.GradBucket) -> torch.fut
     if not callable(getattr(bucket, "buffer", None)):
         raise ArgumentError(f"bucket is a {type(bucket).__name__}, expected the GradBucket of DistributedDataParallel")
     gradients = bucket.buffer()
+    if gradients.layout is not torch.strided:
+        raise ArgumentError(
+            f"bucket {bucket.index()} of DistributedDataParallel has gradients of layout {gradients.layout}, such as "
+            "those of nn.Embedding(sparse=True), and all_reduce_hook takes dense ones: pass sparse=False there, or have "
+            "_set_params_and_buffers_to_ignore_for_model leave that parameter to you"
+        )
     wire, comm = resolve_wire(state.wire), state.comm
     require_float(gradients, wire, "all_reduce_hook")
     gradients.div_(comm.size)
@@ -93,9 +99,9 @@ def all_reduce_hook(state: AllReduceState, bucket: dist.GradBucket) -> torch.fut
         gradients.add_(lost)
         torch.sub(gradients, arrived(gradients, comm.size, wire, comm.cpu_share.threads), out=lost)
         lost.nan_to_num_(0.0, 0.0, 0.0)  # a step whose gradients overflowed is over with that step
-    legs = {"wire": wire, "gather_wire": state.gather_wire, "transport": state.transport}
+    gather_wire, transport = state.gather_wire, state.transport
     with comm.programs(state.num_programs):
-        all_reduce(gradients, out=gradients, comm=comm, **legs)
+        all_reduce(gradients, out=gradients, wire=wire, gather_wire=gather_wire, comm=comm, transport=transport)
     on_gpu = gradients.device.type == "cuda"
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[gradients.device] if on_gpu else None)
     future.set_result(gradients)

@@ -83,7 +83,7 @@ class DirectTransport(Attachment):
         members, size: what the communicator calls the memory's ranks, and how many it has.
     """
 
-    name, reason, no_memory = "direct", "", False  # as a `Transport`
+    name, reason, lack = "direct", "", None  # as a `Transport`
     #: What a report's phases are called, and what it counts.
     phases: tuple[str, ...] = ()
     counted = "call"

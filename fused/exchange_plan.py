@@ -83,7 +83,7 @@ class ExchangePlan:
         check_transport(transport)
         self.comm = communicator_or_default(comm)
         self._exchange = partial(all_to_all_v, comm=self.comm, transport=transport)
-        self._may_be_direct = transport != "staged" and (transport == "direct" or not why_not_by_default(comm))
+        self._may_be_direct = transport != "staged" and (transport == "direct" or not why_not_by_default(self.comm))
         size, rank = self.comm.size, self.comm.rank
         self.send_counts = parse_integers(send_counts, size, "send_counts")
         sent = sum(self.send_counts)

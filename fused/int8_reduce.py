@@ -105,10 +105,8 @@ def _factors(x: torch.Tensor, scales: torch.Tensor | float) -> torch.Tensor:
         raise CountsError("int8_all_to_all_reduce needs a tensor of at least 1 dimension; got a scalar")
     if isinstance(scales, torch.Tensor):
         require_dense("scales", scales)
-    if isinstance(scales, torch.Tensor) and (scales.is_meta or scales.is_complex()):
-        raise ArgumentError(
-            f"scales are {scales.dtype} on {scales.device}, expected float32 [{x.shape[-1]}], or one number"
-        )
+        if scales.is_complex():
+            raise ArgumentError(f"scales are {scales.dtype}, expected float32 [{x.shape[-1]}], or one number")
     try:
         factors = torch.as_tensor(scales, dtype=torch.float32, device=x.device).detach()
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:

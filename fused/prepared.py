@@ -18,7 +18,7 @@ from thinwire.comm.exact.p2p import extent
 from thinwire.comm.exact.reductions import Reduction
 from thinwire.comm.tensors import is_plain, overwrite, require_dense
 from thinwire.comm.work import Work
-from thinwire.errors import CountsError, TransportUnavailable
+from thinwire.errors import ArgumentError, CountsError
 from thinwire.fused.codec import require_float
 from thinwire.fused.gradients import Operation, require_linear, with_gradient
 from thinwire.fused.transport import check_transport
@@ -42,7 +42,7 @@ class PreparedCall(ABC):
         wires: of its legs; one, where they have the same.
 
     Raises:
-        TransportUnavailable, WireFormatError, CountsError: nothing like x can travel.
+        ArgumentError, WireFormatError, CountsError: nothing like x can travel.
     """
 
     reduction: object = "sum"
@@ -93,7 +93,7 @@ def prepared(comm: Communicator, make: Callable[..., _C], x: torch.Tensor, *argu
     Arguments are looked up by equality: where equal ones differ, as 1, 1.0 and True do, pass what they stand for.
 
     Raises:
-        TransportUnavailable, ArgumentError: x is no dense tensor on the communicator's device.
+        ArgumentError: x is no dense tensor on the communicator's device.
     """
     comm.check_device("x", x)
     key = make, x.shape, x.dtype, *arguments
@@ -126,7 +126,7 @@ def check_out(what: str, x: torch.Tensor, out: torch.Tensor, shape: Sequence[int
     """
     if not is_plain(out, x.device):
         if not isinstance(out, torch.Tensor) or out.device != x.device:
-            raise TransportUnavailable(f"{what}: out is {_describe(out)}; it must be a tensor on {x.device}")
+            raise ArgumentError(f"{what}: out is {_describe(out)}; it must be a tensor on {x.device}")
         require_dense("out", out)
     given = out.shape
     if out.dtype != x.dtype or given[1:] != shape[1:] or len(given) != len(shape) or shape[0] not in (-1, given[0]):

@@ -83,7 +83,8 @@ def redistribute(
         CountsError: an `out` that does not fit.
         WireFormatError: a dtype that the wire cannot carry, or gradients wanted with `out`.
         PeerTimeout: a peer did not answer within the communicator's timeout.
-        TransportUnavailable: the direct transport was asked for and cannot be had; or a tensor on another device.
+        TransportUnavailable: the direct transport was asked for and cannot be had.
+        ArgumentError: a tensor on another device.
 
     Source: the cases of DTensor's and MindSpore's redistribution; their multi-step searches are not needed, as what is
     no single collective is one all-to-all-v of the parts in which two ranks' shards overlap.

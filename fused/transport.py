@@ -38,12 +38,13 @@ class Transport(Protocol):
     Attributes:
         name: "direct", "staged" or "two_level".
         reason: why it is not direct; the same on every rank.
-        no_memory: whether only memory for the direct one is not available.
+        lack: what the direct one lacks, where it is neither by a setting nor by design that it is not there: memory is
+            a CapacityError, a package or a way to the peers' memory a TransportUnavailable.
     """
 
     name: str
     reason: str
-    no_memory: bool
+    lack: type[ThinwireError] | None
 
     def describe(self) -> str: ...
 
@@ -57,8 +58,8 @@ class Staged(Attachment):
 
     name = "staged"
 
-    def __init__(self, operation: str, reason: str, no_memory: bool = False) -> None:
-        self.operation, self.reason, self.no_memory = operation, reason, no_memory
+    def __init__(self, operation: str, reason: str, lack: type[ThinwireError] | None = None) -> None:
+        self.operation, self.reason, self.lack = operation, reason, lack
 
     def describe(self) -> str:
         """One line for `Communicator.explain`."""
@@ -95,7 +96,8 @@ def choose(
     if unproven is not None and transport == "auto":
         found = staged(name, unproven)
         if isinstance(found, Staged):
-            comm.attached(f"{name}, by default", lambda: found)  # for `explain`
+            told: Staged = found
+            comm.attached(f"{name}, by default", lambda: told)  # for `explain`
     else:
         if unproven is not None:
             warnings.warn(f"{name}: {unproven}", RuntimeWarning, 2)
@@ -103,13 +105,14 @@ def choose(
     if found.name == "direct" and transport != "two_level":
         return found
     if transport not in ("auto", found.name):
-        kind = no_memory if found.no_memory else TransportUnavailable
+        kind = no_memory if found.lack is CapacityError else TransportUnavailable
         why, what = found.reason, "the direct transport"
         if transport == "two_level":
             why, what = why_not_two_levels(comm) or why, "two levels"
         raise kind(f"{name} cannot take {what}: {why}")
-    if found.no_memory:
+    if found.lack is not None:
         warnings.warn(f"{name} takes the staged transport, which is slower: {found.reason}", RuntimeWarning, 2)
+        found.lack = None  # it is said once
     for wire in wires:
         select_backend(comm.device, wire)
     try:
@@ -148,7 +151,7 @@ def open_direct(
     num_bytes: int,
     settings: Mapping[str, Setting],
     make: Callable[[SymmetricMemory, bool], _T],
-    staged: Callable[[str, str, bool], _S],
+    staged: Callable[[str, str, type[ThinwireError] | None], _S],
     generation: int = 0,
     ranks: Sequence[int] | None = None,
 ) -> _T | _S:
@@ -159,7 +162,7 @@ def open_direct(
         settings: what ranks must agree on.
         make: takes the memory, and whether there are more ranks than cores that some of them may run on; not
             collective. What it raises on one rank keeps the others from going on.
-        staged: gives the staged one, of the operation's name, the reason, and whether only memory is not available.
+        staged: gives the staged one, of the operation's name, the reason, and what is lacking, see `Transport`.
         ranks: those that store into each other's memory, where it is not all: this rank's host's.
 
     Raises:
@@ -168,8 +171,8 @@ def open_direct(
         TransportUnavailable: `make` failed on a rank; where that was with an error of thinwire's, it raises that one.
     """
 
-    def refusal(reason: str, no_memory: bool = False) -> _S:
-        found = staged(name, reason, no_memory)
+    def refusal(reason: str, lack: type[ThinwireError] | None = None) -> _S:
+        found = staged(name, reason, lack)
         comm.log(f"{name}: staged, as {reason}")
         return found
 
@@ -178,12 +181,12 @@ def open_direct(
     told = comm.all_gather_data((_why_not(comm), _own_cores()), (str | None, [int]))
     for rank, (reason, _) in enumerate(told):
         if reason is not None:
-            return refusal(f"{reason} on rank {rank}")
+            return refusal(f"{reason} on rank {rank}", TransportUnavailable if "not installed" in reason else None)
     comm.require_same(f"the direct transport of {name}", settings)
     try:
         memory = allocate(comm, num_bytes, generation, ranks)
     except (TransportUnavailable, CapacityError) as error:
-        return refusal(str(error), isinstance(error, CapacityError))
+        return refusal(str(error), type(error))
     problem: Exception | None = None
     calls: dict[int, int] = {}
     try:

@@ -79,7 +79,7 @@ class TwoLevelCollectives(Attachment):
         within: those of this rank's host.
     """
 
-    name, no_memory = "two_level", False
+    name, lack = "two_level", None
 
     def __init__(self, comm: Communicator, within: DirectCollectives) -> None:
         self._within, self._here, self._hosts = within, within.members, comm.hosts

@@ -65,8 +65,8 @@ class Assembly:
         """Those of forward, and if there are any those of backward."""
         return (self.rounds,) if self.backward is None else (self.rounds, self.backward)
 
-    def _staged(self, _: str, reason: str, no_memory: bool = False) -> Rounds:
-        return StagedRounds(self.config, reason, no_memory)
+    def _staged(self, _: str, reason: str, lack: type[ThinwireError] | None = None) -> Rounds:
+        return StagedRounds(self.config, reason, lack)
 
     def _open(self, kind: type[DirectRounds], config: ParallelConfig, generation: int, begun: int = 0) -> Rounds:
         """Lanes for forward or for backward, whose rounds go on from a number; or staged rounds. Collective."""
@@ -101,14 +101,20 @@ class Assembly:
     def gradient_plan(
         self, d: Dispatched, wants: Wants, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> GradientPlan:
-        """The way of a round's gradients. The first one on the direct transport is collective: it allocates lanes."""
+        """The way of a round's gradients."""
         if isinstance(d, StagedRound):
             return StagedPlan(d, wants)
+        return DirectPlan(self._find_backward, d, wants, topk_ids, topk_weights)
+
+    def _find_backward(self) -> BackwardRounds:
+        """The lanes for backward. The first call is collective: it allocates them."""
         if self.backward is None:
+            if self.rounds.closed:
+                raise LaneError("backward: the ExpertParallel of this round was closed, or rebuilt, since")
             with self.config.comm.call("lanes for backward"):
                 error = "there are no lanes for backward", "transport='staged' needs none"
                 self.backward = self._require(BackwardRounds, error, self.config, self.generation)
-        return DirectPlan(self.backward, d, wants, topk_ids, topk_weights)
+        return self.backward
 
     def make_room(self, need: int) -> None:
         """`ExpertParallel.ensure_capacity`. All that peers store into the old lanes is stored when they come here."""
@@ -165,7 +171,7 @@ class Assembly:
         """As `_open`; raises where there are none: what is missing, and what to do or what holds."""
         lanes = self._open(kind, config, generation, begun)
         if not isinstance(lanes, kind):
-            error = CapacityError if lanes.no_memory else TransportUnavailable
+            error = lanes.lack or TransportUnavailable
             raise error(f"{without[0]}: {lanes.reason}; {without[1]}")
         return lanes
 

@@ -131,10 +131,6 @@ def _check_can_be_filled(name: str, tensor: torch.Tensor) -> None:
         require_writable(name, tensor)
     except ArgumentError as error:
         raise CheckpointError(f"the model cannot be filled: {error}") from error
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        raise CheckpointError(
-            f"the model cannot be filled: {name} was made in inference mode, and can be written there only"
-        )
 
 
 def _converted(read: Callable[[], torch.Tensor], tensor: torch.Tensor, what: str) -> torch.Tensor:

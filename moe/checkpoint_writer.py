@@ -64,7 +64,8 @@ def save_checkpoint(
 
     Raises:
         ArgumentError: ``model`` is no module, ``path`` no path, or ``optimizer`` no optimiser.
-        CheckpointError: ranks give different paths; experts are spread over different groups; ranks have different
+        ConfigMismatch: ranks give different paths.
+        CheckpointError: experts are spread over different groups; ranks have different
             models or optimisers, or other values of a parameter that is not among these experts; a parameter of
             ``optimizer`` is not the model's; the model is wrapped in DistributedDataParallel; a tensor, setting or
             string that cannot be stored; or another rank failed.

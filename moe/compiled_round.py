@@ -50,10 +50,11 @@ class CompiledRound:
         return gathered
 
     def _combine(self, handle: int, expert_out: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        # Whether a tensor wants a gradient can be asked here, and not in the operators.
-        refused = torch.is_grad_enabled() and expert_out.requires_grad and not self._wants
+        # Whether gradients are enabled can be asked here, and not in the operators.
+        refused = torch.is_grad_enabled() and not self._wants
         if out is not None:
-            refused = refused or (torch.is_grad_enabled() and (out.requires_grad or bool(self._wants)))
+            wants = Wants.of_code(self._wants).of_tokens or out.requires_grad or expert_out.requires_grad
+            refused = refused or (torch.is_grad_enabled() and wants)
             OPS.combine_into(ORDER, self._ticket, expert_out, out, handle, refused)
             return out
         of_round = self._num_tokens, self._hidden_size, self._dtype
@@ -104,7 +105,7 @@ def dispatch(
     layer: int = 0,
 ) -> CompiledRound:
     """`ExpertParallel.dispatch` in a graph."""
-    wants = Wants.of(x, topk_weights).tag()
+    wants = Wants.of(x, topk_weights).code
     anchor, local_experts = ANCHOR if wants else None, parallel.num_local_experts
     ticket, counts, offsets = OPS.dispatch(
         ORDER, anchor, x, topk_ids, topk_weights, parallel._handle, lane, layer, wants, local_experts

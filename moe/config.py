@@ -61,7 +61,8 @@ class ParallelSettings:
             raise RoutingError(f"max_tokens is {self.max_tokens!r}; an int of at least 0, and below 2**31, is needed")
         if self.top_k > min(self.num_experts, _MAX_TOP_K):
             raise RoutingError(
-                f"top_k is {self.top_k}; at most all {self.num_experts} experts, and {_MAX_TOP_K}, can be named"
+                f"top_k is {self.top_k}; expected 1 to {min(self.num_experts, _MAX_TOP_K)}: of {self.num_experts} "
+                f"experts a token names at most {_MAX_TOP_K}"
             )
         if self.timeout is not None and not is_seconds(self.timeout):
             raise RoutingError(

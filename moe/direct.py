@@ -302,10 +302,10 @@ class DirectRound(Dispatched):
     @opaque
     def gather_records(self, capacity: int) -> Records:
         """As `Dispatched` has it; in two launches with Triton's kernels, unless a gradient is wanted."""
-        if self._rounds.config.dispatch_backend.name != "triton" or self._link is not None:
+        if self._rounds.config.dispatch_backend.name != "triton" or self.wants_gradients:
             return super().gather_records(capacity)
         self._require_open()
-        check_capacity(capacity)
+        check_capacity(capacity, self._row_bytes)
         lane, top_k = self._tensors, self._tensors.layout.TOP_K
         shapes = (lane.positions, top_k), (lane.weights, top_k), (lane.positions, 2)
         ids, weights, source = (new_rows(like, capacity, (columns,)) for like, columns in shapes)

@@ -8,6 +8,8 @@ With the sums come the gradients of router weights, each stored at its token's h
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from thinwire.errors import LaneError
@@ -29,16 +31,23 @@ class DirectPlan(GradientPlan):
     """What a rank dispatched in a round, and the lane on which its gradients travel.
 
     Args:
-        rounds: BackwardRounds, whose lanes have the numbers of those of forward.
+        find_rounds: gives BackwardRounds, whose lanes have the numbers of those of forward; collective at first.
         d: the round.
         topk_ids, topk_weights: what was dispatched, float32 weights; nobody else may write into them.
     """
 
     def __init__(
-        self, rounds: BackwardRounds, d: Dispatched, wants: Wants, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+        self,
+        find_rounds: Callable[[], BackwardRounds],
+        d: Dispatched,
+        wants: Wants,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
     ) -> None:
         self.wants = wants
-        self._first_rounds, self._lane, self._dtype = rounds, d.lane, d._dtype
+        self._find_rounds, self._lane, self._dtype = find_rounds, d.lane, d._dtype
+        # Whether experts alone want gradients shows in backward.
+        self._first_rounds = find_rounds() if wants.of_tokens else None
         self._ids, self._weights = topk_ids, topk_weights
         self._place = d._rounds.place(d.lane)
         self._tag = wants.tag(d._rounds.rounds_begun[d.lane])
@@ -46,9 +55,11 @@ class DirectPlan(GradientPlan):
 
     @property
     def _rounds(self) -> BackwardRounds:
-        while (successor := self._first_rounds.successor) is not None:
-            self._first_rounds = successor
-        return self._first_rounds
+        rounds = self._first_rounds or self._find_rounds()
+        while (successor := rounds.successor) is not None:
+            rounds = successor
+        self._first_rounds = rounds
+        return rounds
 
     def send(self, dy: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         rounds, lane = self._rounds, self._lane

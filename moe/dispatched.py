@@ -77,7 +77,7 @@ class Dispatched(OnLane, ABC):
     _capacity: int | None = None  # of what was gathered in a fixed shape
     _record_capacity: int | None = None
     _known: Arrived | None = None
-    _link: Link | None = None  # to the graph, of a round that wants gradients, unless compiled code has its own
+    _link: Link | None = None  # to the graph, where gradients are enabled, unless compiled code has its own
     _has_gradients = False
 
     def __init__(self, rounds: Rounds, lane: int, x: torch.Tensor) -> None:
@@ -96,6 +96,11 @@ class Dispatched(OnLane, ABC):
     def is_open(self) -> bool:
         """Whether it is still to be combined: not combined, abandoned, overtaken on its lane, or closed."""
         return self._rounds.open_rounds[self.lane] is self
+
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether x or topk_weights wants a gradient, and autograd knows the round."""
+        return self._link is not None and self._link.wants.of_tokens
 
     # -----------------------------------------------------------------------------------------------------------------
     # By expert
@@ -125,8 +130,8 @@ class Dispatched(OnLane, ABC):
         """The experts' input in a fixed shape. Does not wait for the device.
 
         Rows from `expert_offsets[-1]` on are nobody's, and `combine` never reads them. They hold anything, NaN among
-        it, and cost nothing; only where x or topk_weights wants a gradient are they zero, as NaN would reach weights
-        through gradients of zero. What adds up all rows needs them zeroed before: `rows_of_nobody =
+        it, and cost nothing; only where gradients are enabled are they zero, as NaN would reach weights through
+        gradients of zero. What adds up all rows needs them zeroed before: `rows_of_nobody =
         torch.arange(capacity) >= d.expert_offsets[-1]; tokens.masked_fill_(rows_of_nobody[:, None], 0)`.
 
         Args:
@@ -327,7 +332,7 @@ class Dispatched(OnLane, ABC):
         """
         self._require_open()
         config = self._rounds.config
-        if self._link is not None and self._link.wants_rows and torch.is_grad_enabled():
+        if self._link is not None and self._link.wants.rows and torch.is_grad_enabled():
             raise RoutingError("int8 rows have no gradient, and x wants one: use d.tokens, or call under no_grad()")
         return QuantizedRows.of(self.rows, self.index, config.wire, config.hidden_size)
 
@@ -360,7 +365,7 @@ class Dispatched(OnLane, ABC):
         if isinstance(expert_out, WireRows):
             rows = combined_records(expert_out, config.combine_wire, config.comm)
             dtypes: tuple[torch.dtype, ...] = (torch.uint8,)
-            if torch.is_grad_enabled() and self._link is not None:
+            if torch.is_grad_enabled() and self.wants_gradients:
                 raise RoutingError(
                     "expert_out is quantised rows, which have no gradient, and x or topk_weights wants one: give float "
                     "rows, or combine under torch.no_grad()"
@@ -386,10 +391,11 @@ class Dispatched(OnLane, ABC):
                 f"expert_out is {rows.dtype} {list(given)}; {config.describe_dtypes()}{others} [{count}, "
                 f"{config.hidden_size}], a row for each of the round's {whose} is needed"
             )
-        if rows.requires_grad and self._link is None and torch.is_grad_enabled():
+        # Alike on all ranks, whatever rows each has: where one refuses alone, the others wait for it.
+        if self._link is None and torch.is_grad_enabled() and rows.is_floating_point():
             raise RoutingError(
-                "expert_out wants a gradient, and this round was dispatched without: let x or topk_weights want one, "
-                "on every rank (x.detach().requires_grad_()), or combine under torch.no_grad()"
+                "gradients are enabled, and this round was dispatched without: dispatch with gradients enabled on all "
+                "ranks, or combine under torch.no_grad(), too"
             )
         if out is None:
             return rows
@@ -400,7 +406,7 @@ class Dispatched(OnLane, ABC):
                 f"out is {out.dtype} {list(out.shape)}, strides {list(out.stride())}, neg {out.is_neg()}; contiguous "
                 f"{self._dtype} {list(shape)} is needed"
             )
-        if (out.requires_grad or self._link is not None) and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and (out.requires_grad or rows.requires_grad or self.wants_gradients):
             raise RoutingError("what combine fills in place has no gradient: leave out away, or call under no_grad()")
         overwrite("out", out)
         return rows

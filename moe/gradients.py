@@ -53,28 +53,43 @@ _Places = tuple[torch.Tensor, int]
 
 
 class Wants(NamedTuple):
-    """What of a round's input wants a gradient; the same on every rank, which the dispatch compares."""
+    """What of a round's input wants a gradient, the same on every rank, which the dispatch compares.
+
+    Attributes:
+        experts: whether gradients are enabled at all: experts of any rank may want theirs, whatever x and topk_weights
+            do, and dy comes to them from all ranks. It is not compared.
+    """
 
     rows: bool
     weights: bool
+    experts: bool
 
     @classmethod
     def of(cls, x: torch.Tensor, topk_weights: torch.Tensor) -> Wants:
-        rows, weights = x.requires_grad, topk_weights.requires_grad
-        return cls(rows, weights) if (rows or weights) and torch.is_grad_enabled() else NO_WANTS
+        return cls(x.requires_grad, topk_weights.requires_grad, True) if torch.is_grad_enabled() else NO_WANTS
 
     @classmethod
-    def of_tag(cls, tag: int) -> Wants:
-        """What a tag says."""
-        return cls(bool(tag & 1), bool(tag & 2))
+    def of_code(cls, code: int) -> Wants:
+        """What `code` gave."""
+        return cls(*(bool(code & bit) for bit in (1, 2, 4)))
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether dispatch has a backward, too."""
+        return self.rows or self.weights
+
+    @property
+    def code(self) -> int:
+        """All of it, as a number that a graph can hold; 0: nothing."""
+        return self.rows + 2 * self.weights + 4 * self.experts
 
     def tag(self, of: int = 0) -> int:
-        """This, and which layer's forward a leg is of, or which round's backward. At most 28 bits."""
+        """What is compared, and which layer's forward a leg is of, or which round's backward. At most 28 bits."""
         return (of * MOST_WANTS + self.rows + 2 * self.weights) & _TAG_MASK
 
 
 #: Of a round without gradients.
-NO_WANTS = Wants(False, False)
+NO_WANTS = Wants(False, False, False)
 
 
 def describe_tag(tag: int, of: str) -> str:
@@ -301,18 +316,18 @@ class Link:
 
     @classmethod
     def of(cls, x: torch.Tensor, topk_weights: torch.Tensor, gradients: RoundGradients) -> Link:
-        """That of a round whose dispatch is not in the graph yet."""
+        """That of a round whose dispatch is not in the graph yet; nor will it be where experts alone want gradients."""
         carrier: torch.Tensor = _Dispatch.apply(x, topk_weights, gradients)
-        return cls(carrier, gradients)
+        return cls(carrier.requires_grad_(), gradients)
 
     @property
-    def wants_rows(self) -> bool:
-        """Whether x wants a gradient."""
-        return self._gradients.plan.wants.rows
+    def wants(self) -> Wants:
+        """What of the round's input wants a gradient."""
+        return self._gradients.plan.wants
 
     def lacks_gradient(self, tokens: torch.Tensor) -> bool:
         """Whether rows were gathered under no_grad, and shall have a gradient now."""
-        return torch.is_grad_enabled() and self.wants_rows and not tokens.requires_grad
+        return torch.is_grad_enabled() and self.wants.rows and not tokens.requires_grad
 
     def gather(
         self, gather: Callable[[], tuple[torch.Tensor, torch.Tensor]], places: _Places | None = None
@@ -321,14 +336,14 @@ class Link:
 
         It is that of the rows at `places`, if they are given.
         """
-        if not (torch.is_grad_enabled() and self.wants_rows):
+        if not (torch.is_grad_enabled() and self.wants.rows):
             return gather()
         gathered: tuple[torch.Tensor, torch.Tensor] = _Gather.apply(self._carrier, self._gradients, gather, places)
         return gathered
 
     def weights(self, weights: torch.Tensor, places: _Places) -> torch.Tensor:
         """The same of weights of any shape, float32, if topk_weights wants a gradient; places has their shape."""
-        if not (torch.is_grad_enabled() and self._gradients.plan.wants.weights):
+        if not (torch.is_grad_enabled() and self.wants.weights):
             return weights
         linked: torch.Tensor = _Weights.apply(self._carrier, self._gradients, weights, places)
         return linked

@@ -184,12 +184,12 @@ class MoELayer(nn.Module):
         if self.ep is None:
             y = self._forward_local(x2d, routing)
         else:
-            if torch.is_grad_enabled() and not (x2d.requires_grad or routing.topk_weights.requires_grad):
-                # Where experts alone are trained, dy has to come to them all the same.
-                x2d = x2d.detach().requires_grad_(any(weight.requires_grad for weight in self.experts.parameters()))
-            dispatched = self.ep.dispatch(x2d, routing.topk_ids, routing.topk_weights, layer=self._layer)
-            expert_out = self.experts(dispatched.tokens, dispatched.expert_counts, dispatched.expert_offsets)
-            y = self.ep.combine(expert_out, dispatched)
+            wanted = x2d.requires_grad or routing.topk_weights.requires_grad
+            wanted = wanted or any(weight.requires_grad for weight in self.experts.parameters())
+            with torch.set_grad_enabled(torch.is_grad_enabled() and wanted):  # or y would want one of frozen layers
+                dispatched = self.ep.dispatch(x2d, routing.topk_ids, routing.topk_weights, layer=self._layer)
+                expert_out = self.experts(dispatched.tokens, dispatched.expert_counts, dispatched.expert_offsets)
+                y = self.ep.combine(expert_out, dispatched)
         if self.shared is not None:
             y = y + self.shared(x2d, torch.tensor([x2d.shape[0]], device="cpu"))
         return y.reshape(x.shape), routing

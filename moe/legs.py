@@ -42,7 +42,7 @@ class StartedDispatch(Started):
     """What `ExpertParallel.dispatch_start` returns, for `dispatch_finish`."""
 
     d: Dispatched  # at the end
-    gradients: RoundGradients | None = None  # if something wants one, and what their plan needs then
+    gradients: RoundGradients | None = None  # if gradients are enabled, and what their plan needs then
     link: Link | None = None  # to autograd's graph; compiled code has its own
     graph: tuple[torch.Tensor, torch.Tensor]
 
@@ -59,8 +59,8 @@ class StartedDispatch(Started):
         x = x if x.stride(1) == 1 else x.contiguous()
         if (places := rounds.places_of_ids) is not None:  # from the end of which negative ids count
             topk_ids = places[topk_ids.clamp(-2, rounds.config.num_experts)]
-        wanted = any(self.wants)
-        # Where nothing wants a gradient there is none to keep from being recorded.
+        wanted = self.wants.experts
+        # Where gradients are not enabled there is none to keep from being recorded.
         with torch.no_grad() if wanted else _AS_IT_IS:
             rounds.leave_open(lane)
             with rounds.call("dispatch", lane, x.shape, x.dtype, ahead=1):
@@ -92,7 +92,7 @@ class StartedCombine(Started):
         """Sends this rank's sums, which ends the round; if `whole`, waits for the peers' too."""
         d._require_open()
         given = d._check_combine(expert_out, out, weighted)
-        if d._link is not None and torch.is_grad_enabled():
+        if d._link is not None and torch.is_grad_enabled() and out is None and given.is_floating_point():
             places = d._places_of(d._arrived.first(len(given))) if weighted else None
             self.out = d._link.combine(given, lambda rows: self._send(rows, d, None, weighted, whole), places)
         else:

@@ -54,7 +54,7 @@ class LocalExperts(nn.ModuleDict):
         factory: makes the expert of a number.
 
     Raises:
-        ArgumentError: ``ep`` is no ExpertParallel.
+        ArgumentError: ``ep`` is no ExpertParallel; factory is a module, or no function.
 
     >>> import thinwire as tw
     >>> with tw.init() as comm, tw.ExpertParallel(comm, 4, 2, 8, max_tokens=16) as ep:
@@ -66,6 +66,11 @@ class LocalExperts(nn.ModuleDict):
     def __init__(self, ep: ExpertParallel, factory: Callable[[int], nn.Module]) -> None:
         super().__init__()
         require_parallel(ep)
+        if isinstance(factory, nn.Module) or not callable(factory):
+            raise ArgumentError(
+                f"factory is a {type(factory).__name__}; expected a function of an expert's number that makes its "
+                "module, such as lambda number: nn.Linear(8, 8)"
+            )
         self.ep, seed = ep, seed_of_experts()
         self.local_experts = ep.local_experts
         for number in self.local_experts:

@@ -123,8 +123,8 @@ def dispatch(
     anchor: Tensor | None, x: Tensor, topk_ids: Tensor, topk_weights: Tensor,
     handle: int, lane: int, layer: int, wants: int, local_experts: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The round's ticket, float64 [1] on the CPU, expert_counts and expert_offsets; `wants` is a `Wants.tag`."""
-    parallel, wanted = _parallel_of(handle), Wants.of_tag(wants)
+    """The round's ticket, float64 [1] on the CPU, expert_counts and expert_offsets; `wants` is a `Wants.code`."""
+    parallel, wanted = _parallel_of(handle), Wants.of_code(wants)
     started = parallel._begin_round((x, topk_ids, topk_weights), lane, layer, True, wanted)
     d = started.d
     return _new_ticket(d, started.gradients), d.expert_counts.clone(), d.expert_offsets.clone()
@@ -187,7 +187,7 @@ def gather_backward(ticket: Tensor, grad: Tensor) -> None:
 def _fake_dispatch_backward(
     num_tokens: int, hidden_size: int, top_k: int, dtype: torch.dtype, device: torch.device, wants: int, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    wanted = Wants.of_tag(wants)
+    wanted = Wants.of_code(wants)
     dx = torch.empty(num_tokens if wanted.rows else 0, hidden_size, dtype=dtype, device=device)
     return dx, torch.empty(num_tokens if wanted.weights else 0, top_k, dtype=sum_dtype(dtype), device=device)
 
@@ -217,6 +217,8 @@ def _keep_dispatch(
 
 
 def _dispatch_gradients(ctx: Any, *_: Tensor) -> dict[str, Tensor | None]:
+    if not Wants.of_code(ctx.args[-1]).of_tokens:
+        return {}
     dx, dw = OPS.dispatch_backward(ctx.order, *ctx.saved_tensors, *ctx.args)
     return {"x": dx, "topk_weights": dw.to(ctx.weights_dtype)}
 
@@ -234,7 +236,7 @@ def _gather_gradients(ctx: Any, *grads: Tensor) -> dict[str, Tensor | None]:
 
 def _keep_combine(ctx: Any, result: Tensor, ticket: Tensor, expert_out: Tensor, wants: int, **_: Any) -> None:
     # Something is saved in any case: `moe/gradients.py` says why.
-    ctx.save_for_backward(ticket, *([expert_out] if Wants.of_tag(wants).weights else []))
+    ctx.save_for_backward(ticket, *([expert_out] if Wants.of_code(wants).weights else []))
     ctx.num_rows, ctx.dtype = expert_out.shape[0], expert_out.dtype
 
 
@@ -245,11 +247,11 @@ def _combine_gradients(ctx: Any, dy: Tensor) -> dict[str, Tensor | None]:
 
 
 differentiable(
-    "dispatch", lambda x, topk_weights, **_: x.requires_grad or topk_weights.requires_grad, _keep_dispatch,
+    "dispatch", lambda wants, **_: wants > 0, _keep_dispatch,
     _dispatch_gradients, once,
 )  # fmt: skip
 differentiable(
-    "gather", lambda ticket, wants, **_: ticket.requires_grad and Wants.of_tag(wants).rows, _keep_gather,
+    "gather", lambda ticket, wants, **_: ticket.requires_grad and Wants.of_code(wants).rows, _keep_gather,
     _gather_gradients, once,
 )  # fmt: skip
 differentiable("combine", lambda ticket, **_: ticket.requires_grad, _keep_combine, _combine_gradients, once)

@@ -142,21 +142,19 @@ class OptimizerState:
             for key, value in state.items():
                 if type(value) not in (torch.Tensor, DTensor) or "/" in key:
                     raise CheckpointError(f"the optimiser keeps {key!r}, a {type(value).__name__}, of {name}")
+                if value.shape not in ((), self.parameters[name].shape):
+                    raise CheckpointError(f"the optimiser keeps {key!r}, a tensor of {list(value.shape)}, of {name}")
         return found
 
     def _small(self, states: _States) -> _States:
         """Of stand-ins: numbers as they are, and zeros instead of the rest."""
-        small: _States = {}
-        for name, state in states.items():
-            parameter, small[name] = self.parameters[name], {}
-            for key, value in state.items():
-                if value.shape == parameter.shape and value.dim():
-                    small[name][key] = torch.zeros(_small_shape(parameter), dtype=value.dtype, device=value.device)
-                elif value.dim() == 0:
-                    small[name][key] = value.detach().clone()
-                else:
-                    raise CheckpointError(_unfit(name, key, value, f"[] or {list(parameter.shape)}"))
-        return small
+        return {
+            name: {
+                key: value.new_zeros(_small_shape(self.parameters[name])) if value.dim() else value.detach().clone()
+                for key, value in state.items()
+            }
+            for name, state in states.items()
+        }
 
     def _step_stand_ins(self, groups: list[dict[str, Any]], states: _States) -> _States:
         """What the optimiser keeps of stand-ins for its parameters, after a step from these settings and states.
@@ -166,8 +164,8 @@ class OptimizerState:
         optimizer = self._optimizer
         kind = type(optimizer)
         small = {
-            name: torch.zeros(_small_shape(parameter), dtype=parameter.dtype, device=parameter.device)
-            for name, parameter in self.parameters.items()
+            name: torch.zeros(_small_shape(each), dtype=each.dtype, device=each.device)
+            for name, each in self.parameters.items()
         }
         of_groups: list[list[torch.Tensor]] = [[] for _ in groups]
         for name, number in self._group_of.items():
@@ -193,7 +191,7 @@ class OptimizerState:
             kind.step(another)
         except Exception as error:  # of whatever class the optimiser is
             raise CheckpointError(
-                f"a {kind.__name__} with these settings cannot be stored or loaded, as a step of it for small tensors "
+                f"{kind.__name__} with these settings cannot be stored or loaded, as a step of it for small tensors "
                 f"raises {error!r}"
             ) from error
         kept = {name: dict(another.state.get(stand_in, {})) for name, stand_in in small.items()}
@@ -202,7 +200,7 @@ class OptimizerState:
                 if not isinstance(value, torch.Tensor) or value.shape not in ((), small[name].shape):
                     what = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                     raise CheckpointError(
-                        f"a {kind.__name__} cannot be stored or loaded, as it keeps {key!r}, {what}, of a tensor of "
+                        f"{kind.__name__} cannot be stored or loaded, as it keeps {key!r}, {what}, of a tensor of "
                         f"{list(small[name].shape)}; expected a number as a tensor, or a tensor of the same shape"
                     )
         return kept
@@ -222,7 +220,10 @@ class OptimizerState:
             like, is_number = kept[key], self._is_number(name, kept[key])
             shape = () if is_number else parameter.shape
             if value.shape != shape or value.dtype != like.dtype:
-                raise CheckpointError(_unfit(name, key, value, f"{like.dtype} {list(shape)}"))
+                raise CheckpointError(
+                    f"the optimiser's {key} of {name} is {value.dtype} {list(value.shape)}, expected {like.dtype} "
+                    f"{list(shape)}"
+                )
             if key == "step" and value.dim() == 0 and not 0 <= value.item() < math.inf:
                 raise CheckpointError(f"the optimiser's step of {name} is {value.item()}, expected 0 or more")
 
@@ -238,7 +239,9 @@ class OptimizerState:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"the optimiser's settings cannot be read: {error!r}") from None
         if of_kind != own_kind:
-            raise CheckpointError(f"the checkpoint has the state of a {repr(of_kind)[:80]}, and this is a {own_kind}")
+            raise CheckpointError(
+                f"the checkpoint has the state of {repr(of_kind)[:80]}, and the optimiser is {own_kind}"
+            )
         if saved != count:
             raise CheckpointError(
                 f"the checkpoint has {count} tensors of the optimiser's, and was saved with {repr(saved)[:80]}"
@@ -280,7 +283,3 @@ def _numbers(value: Any) -> int:
 def _small_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Of a stand-in for it: another size of each dimension, so that what is turned or cut looks different."""
     return tuple(min(size, 2 + place) for place, size in enumerate(parameter.shape))
-
-
-def _unfit(name: str, key: str, value: torch.Tensor, expected: str) -> str:
-    return f"the optimiser's {key} of {name} is {value.dtype} {list(value.shape)}, expected {expected}"

@@ -184,8 +184,7 @@ class ExpertParallel:
             RoutingError: shapes, dtypes or ids that do not fit; ranks with tokens of different dtypes or layers, or
                 that want different gradients (on all of them). On the CPU also, what another rank refused: that rank
                 raises what is wrong, the others name it, nothing was taken, and all may go on.
-            ArgumentError: what is no dense tensor with values of its own.
-            TransportUnavailable: tensors on another kind of device than the communicator's.
+            ArgumentError: what is no dense tensor with values of its own, on the communicator's kind of device.
             CapacityError: more than max_tokens tokens.
             LaneError: no such lane, or closed.
             PeerTimeout: a peer did not answer in time.
@@ -503,11 +502,15 @@ class ExpertParallel:
             f"max_tokens={self.max_tokens}, wire='{self.wire}', rank {self.comm.rank} of {self.comm.size}, {state})"
         )
 
+    def __deepcopy__(self, memo: object) -> ExpertParallel:
+        """Itself: a deep copy of a layer, such as an average of its weights, has weights of its own, and shares this."""
+        return self
+
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             "an ExpertParallel cannot be copied or pickled, as it holds memory that peers write to: share the object "
-            "itself, as one serves all layers of these sizes, or construct another one on all ranks; of a sharded "
-            "MoELayer copy the state_dict()"
+            "itself, as one serves all layers of these sizes, or construct another one on all ranks; copy.deepcopy() of "
+            "a layer shares it, and save_checkpoint() saves a layer"
         )
 
     def _settle(self, lane: int) -> Rounds:

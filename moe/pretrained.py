@@ -104,7 +104,8 @@ def save_moe_layers(
 
     Raises:
         FileNotFoundError: there is no folder ``source``, or none that ``target`` could be in.
-        CheckpointError: ranks give different targets; ``source`` is refused, as `load_moe_layer` does; a layer does not
+        ConfigMismatch: ranks give different targets.
+        CheckpointError: ``source`` is refused, as `load_moe_layer` does; a layer does not
             fit it; ``target`` is there; or another rank could not write.
         ArgumentError: ``layers`` is empty or of several groups, or a key is no number of a layer.
         OSError: what the system says of writing.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,11 +11,15 @@ import torch
 from thinwire.comm.exchange import name_ranks
 from thinwire.comm.recorder.flight_recorder import Call
 from thinwire.comm.tensors import is_plain
-from thinwire.errors import CapacityError, LaneError, RoutingError
+from thinwire.errors import CapacityError, LaneError, RoutingError, ThinwireError
 from thinwire.moe.config import ParallelConfig
 from thinwire.triton_kernels.round_layout import LEFT_OPEN
 
 OVERTAKEN = "a later dispatch took its lane; end it before that, or use another lane (lanes=)"
+FORGOTTEN = (
+    "a round whose x or topk_weights wants a gradient was dispatched and not combined, and the next dispatch drops it: "
+    "its experts add nothing, and get no gradients; combine() it before that, or abandon() it"
+)
 CLOSED = "its ExpertParallel was closed, or rebuilt, since"
 _MOST_ACCEPTED = 1024  # shapes and dtypes that are remembered
 
@@ -24,6 +29,11 @@ class OnLane:
 
     _how_over: str  # once it is over, for who tries to go on with it
 
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether it is a round of which x or topk_weights wants a gradient."""
+        return False
+
 
 class Rounds:
     """The rounds of one transport, which was chosen for a reason; a `Transport`."""
@@ -31,9 +41,9 @@ class Rounds:
     name: str  # the transport's
     on_gpu = False  # whether calls return before the device is done, of which the host then knows nothing
 
-    def __init__(self, config: ParallelConfig, reason: str, no_memory: bool = False) -> None:
+    def __init__(self, config: ParallelConfig, reason: str, lack: type[ThinwireError] | None = None) -> None:
         self.config = config
-        self.reason, self.no_memory = reason, no_memory
+        self.reason, self.lack = reason, lack
         self.closed = False
         self.open_rounds: list[OnLane | None] = [None] * config.lanes
         self.rounds_begun = [0] * config.lanes
@@ -65,12 +75,15 @@ class Rounds:
 
     def leave_open(self, lane: int) -> None:
         """Before a dispatch on a lane with an open round: numbers of calls match those of peers that combine it."""
-        left, self.open_rounds[lane] = self.open_rounds[lane], None
         if self.is_open(lane):
-            if left is not None:
-                left._how_over = OVERTAKEN
             with self.call("abandon", lane):
+                left, self.open_rounds[lane] = self.open_rounds[lane], None
+                if left is not None:
+                    left._how_over = OVERTAKEN
+                    if left.wants_gradients:
+                        warnings.warn(f"lane {lane}: {FORGOTTEN}", RuntimeWarning, 2)
                 self.close_round(lane, LEFT_OPEN)
+        self.open_rounds[lane] = None
 
     def call(
         self, name: str, lane: int, shape: Sequence[int] | None = None, dtype: object = None, ahead: int = 0

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from thinwire.comm.exchange import name_ranks
-from thinwire.errors import RoutingError
+from thinwire.errors import RoutingError, ThinwireError
 from thinwire.fused.counts import new_rows
 from thinwire.fused.staged import StagedExchange, dense_segments
 from thinwire.moe.config import ROUND_DTYPES, ParallelConfig
@@ -28,8 +28,8 @@ class StagedRounds(Rounds):
     name = "staged"
     tagged_by = "layer"
 
-    def __init__(self, config: ParallelConfig, reason: str, no_memory: bool = False) -> None:
-        super().__init__(config, reason, no_memory)
+    def __init__(self, config: ParallelConfig, reason: str, lack: type[ThinwireError] | None = None) -> None:
+        super().__init__(config, reason, lack)
         self._open: list[StagedRound | None] = [None] * config.lanes
 
     def begin(

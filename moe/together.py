@@ -51,7 +51,7 @@ def agree_on_path(comm: Communicator | None, path: object) -> Path:
 
     Raises:
         ArgumentError: what is given is no path; on other ranks, a CheckpointError.
-        CheckpointError: on all ranks, where they give different ones.
+        ConfigMismatch: on all ranks, where they give different ones.
     """
 
     def absolute() -> str:
@@ -59,15 +59,10 @@ def agree_on_path(comm: Communicator | None, path: object) -> Path:
             raise ArgumentError(f"path is a {type(path).__name__}, expected a str or a path")
         return os.path.abspath(os.fsdecode(path))
 
-    first = together(comm, "take its path", absolute)
-
-    def compare() -> str:
-        if absolute() != first:
-            raise CheckpointError(f"path is {absolute()} here, and {first} on rank 0; all ranks write to one place")
-        return ""
-
-    together(comm, "write to rank 0's path", compare)
-    return Path(first)
+    together(comm, "take its path", absolute)
+    if comm is not None:
+        comm.require_same("a checkpoint", {"path": absolute()})
+    return Path(absolute())
 
 
 def unfinished_folder(target: Path) -> tempfile.TemporaryDirectory[str]:

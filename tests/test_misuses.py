@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -64,6 +65,42 @@ def _after_close(g: Ground) -> None:
     ep.dispatch(g.x, g.ids, g.weights)
 
 
+def _drop(g: Ground) -> None:
+    """A forgotten combine, which a warning tells of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        g.ep.dispatch(g.x.clone().requires_grad_(), g.ids, g.weights)
+        d = g.ep.dispatch(g.x, g.ids, g.weights)
+    d.abandon()
+    for warning in caught:
+        raise warning.message
+
+
+def _two_threads(g: Ground) -> None:
+    """One of them is in a call that no peer has come to."""
+    waiting = threading.Thread(target=g.comm.recv if g.comm.rank else g.comm.send, args=(g.x, 1 - g.comm.rank, 7))
+    g.comm.barrier()
+    with g.comm.call("another call", numbered=False):
+        refused: list[BaseException] = []
+        caller = threading.Thread(target=lambda: _catch(lambda: g.comm.all_reduce(g.x), refused))
+        caller.start()
+        caller.join()
+    waiting.start()
+    waiting.join()  # and then it is another thread's turn
+    raise refused[0]
+
+
+def _catch(call: Callable[[], object], caught: list[BaseException]) -> None:
+    try:
+        call()
+    except BaseException as error:
+        caught.append(error)
+
+
+def _no_module(g: Ground) -> None:
+    tw.LocalExperts(g.ep, torch.nn.Linear(8, 8))  # type: ignore[arg-type]
+
+
 def _much_memory(g: Ground) -> None:
     with warnings.catch_warnings(record=True) as caught:
         g.make(max_tokens=10**9).close()
@@ -85,11 +122,16 @@ MISUSES: dict[str, tuple[Callable[[Ground], object], str]] = {
     "too few rows": (_other_rows, r"expert_out is torch.float32 \[7, 256\]; .*\[8, 256\]"),
     "ranks' max_tokens differ": (lambda g: g.make(max_tokens=4 + g.comm.rank), r"ConfigMismatch: .*max_tokens"),
     "ranks' wires differ": (lambda g: g.make(wire=("int8", "int4")[g.comm.rank]), r"ConfigMismatch: .*int4"),
-    "an unknown wire": (lambda g: g.make(wire="int7"), r"WireFormatError: .*int8"),
+    "an unknown wire": (lambda g: g.make(wire="int7"), r"WireFormatError: .*'int7'; accepted: none, int8, int8\+h64,"),
     "negative max_tokens": (lambda g: g.make(max_tokens=-1), r"max_tokens is -1; an int of"),
-    "more experts a token than there are": (lambda g: g.make(top_k=9), r"RoutingError: .*top_k is 9; at most all 8"),
+    "more experts a token than there are": (
+        lambda g: g.make(top_k=9), r"RoutingError: .*top_k is 9; expected 1 to 8: .* at most 32"),
+    "a module for a function": (_no_module, r"ArgumentError: factory is a Linear; expected a function of an expert"),
+    "two threads": (_two_threads, r"ThinwireError: another thread is in another call on .* from one thread at a time"),
+    "a forgotten combine": (_drop, r"RuntimeWarning: lane 0: a round whose x .* not combined"),
     "numpy": (lambda g: g.ep.dispatch(np.zeros((4, 256)), g.ids, g.weights), r"x is a ndarray; a torch.Tensor is"),
-    "meta": (lambda g: g.ep.dispatch(g.x.to("meta"), g.ids, g.weights), r"x lives on meta"),
+    "meta": (
+        lambda g: g.ep.dispatch(g.x.to("meta"), g.ids, g.weights), r"ArgumentError: x lives on meta, .* live on cpu"),
     "no group": (lambda g: tw.ExpertParallel(None, 8, 2, 256, 64), r"ArgumentError: .*None"),
     "counts that differ": (
         lambda g: tw.all_to_all_v(g.x, [2, 2], [2 - g.comm.rank, 1 + g.comm.rank], comm=g.comm), r"sends rank . 2"),
@@ -147,7 +189,8 @@ def _told(code: str) -> str:
     [
         ("import torch; tw.all_reduce(torch.ones(4))", "there is no default communicator: call thinwire.init() first"),
         ("tw.init(rank=0, world_size=2)", "MASTER_ADDR"),
-        ("tw.init(device='cuda')", "device='cpu'"),
+        ("tw.init(device='cuda')", "device is 'cuda', and no GPU is visible: pass device='cpu'"),
+        ("tw.init(device='cuda:3')", "device is 'cuda:3', and no GPU is visible: pass device='cpu'"),
     ],
 )
 def test_joining_wrongly_is_answered(code: str, words: str) -> None:

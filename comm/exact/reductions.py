@@ -3,11 +3,18 @@
 Sums and products go in rank order, rank 0 first, so that every rank and every transport gets the same bits. float16 and
 bfloat16 are accumulated in float32 and rounded once, at the end; all else is accumulated in its own dtype, so integers
 wrap and bool adds as *or* and multiplies as *and*, as in torch. The smaller or larger of a NaN and a number is NaN.
+
+Small sums are made at every rank. A library, or `torch.set_flush_denormal`, may have changed a thread's arithmetic at
+some: so they are made in the arithmetic that a program starts with, in which subnormal numbers count, and results are
+rounded to the nearest. Larger ones are made once, at one rank, where torch's own threads may help with what they have
+set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +28,23 @@ _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = (torch.complex64, torch.complex128)
 _REAL = (*_FLOATS, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
+
+
+_LIBM = ctypes.CDLL(None)
+_DEFAULT_ENVIRONMENT = ctypes.c_void_p(-1)  # FE_DFL_ENV of the C libraries of Linux
+_ENVIRONMENT_BYTES = 256  # more than a fenv_t of any of them
+
+
+@contextlib.contextmanager
+def default_arithmetic() -> Iterator[None]:
+    """What this thread has set of rounding and subnormal numbers is put aside meanwhile."""
+    before = ctypes.create_string_buffer(_ENVIRONMENT_BYTES)
+    _LIBM.fegetenv(before)
+    _LIBM.fesetenv(_DEFAULT_ENVIRONMENT)
+    try:
+        yield
+    finally:
+        _LIBM.fesetenv(before)
 
 
 class _Operation(NamedTuple):
@@ -78,10 +102,12 @@ class Reduction:
         """What ranks must agree on, as part of a message's label."""
         return f"{self.name} {self.dtype}"
 
+    @default_arithmetic()
     def encode(self, tensor: Tensor) -> Tensor:
         """What travels of a tensor: itself, or 0 and 1 where the operation only asks which elements are not zero."""
         return (tensor != 0).to(torch.uint8) if self.name.startswith("logical") else tensor
 
+    @default_arithmetic()
     def combine(self, shares: Sequence[Tensor]) -> Tensor:
         """The reduction of encoded shares, in rank order. None is changed; the result of a single one may be itself."""
         carried = shares[0].dtype

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -21,7 +23,7 @@ from thinwire.comm.calls import Attachment
 from thinwire.comm.communicator import DEFAULT_TIMEOUT, Communicator, Settings
 from thinwire.comm.groups import as_device, backends_of, group_of, member_group
 from thinwire.comm.host_collectives import Origin
-from thinwire.comm.launch.launchers import RankInfo, discover
+from thinwire.comm.launch.launchers import ALONE, RankInfo, discover
 from thinwire.comm.launch.rank_table import RankTable
 from thinwire.comm.recorder.flight_files import WrittenOnSignal
 from thinwire.comm.recorder.flight_recorder import write_all
@@ -300,6 +302,8 @@ def _join(rank: int | None, world_size: int | None, table: RankTable | None, wan
         return Communicator(**wanted._replace(device=chosen)._asdict(), _origin=origin)
     info = discover(os.environ, rank=rank, world_size=world_size, rank_table=table)
     chosen_device, reason = _choose_device(device, info)
+    if info.source == ALONE and not hasattr(sys, "ps1"):  # which there is where somebody types, as in a notebook
+        _say_alone()
     on_loopback = info.address is None or is_loopback(info.address[0])
     _make_group(info, chosen_device, wanted.timeout, on_loopback)
     try:
@@ -363,6 +367,11 @@ def _choose_device(device: torch.device | str | None, info: RankInfo | None) -> 
         chosen, reason = torch.device("cuda"), "as CUDA is available"
     if chosen.type != "cuda":
         return chosen, reason
+    if (count := torch.cuda.device_count()) <= (chosen.index or 0):
+        visible = f"{count} visible, cuda:0 to cuda:{count - 1}" if count else "visible: pass device='cpu', or none"
+        raise ThinwireError(
+            f"device is {str(device)!r}, and {'that is none of the' if count else 'no GPU is'} {visible}"
+        )
     if chosen.index is None and info is not None:
         chosen = torch.device("cuda", _local_index(info))
         reason += "" if info.device_id is None else ", and the rank table says which"
@@ -383,9 +392,18 @@ def _local_index(info: RankInfo) -> int:
         return 0  # launchers that show each rank its own GPU alone
     if index >= count:
         wanted = f"local rank {index}" if info.device_id is None else f"device {index} of the rank table"
-        remedy = "pass device='cuda:N', or fewer ranks" if count else "pass device='cpu', or none, which then means it"
-        raise ThinwireError(f"{wanted} has no GPU of its own: {count} visible; {remedy}")
+        raise ThinwireError(f"{wanted} has no GPU of its own: {count} visible; pass device='cuda:N', or fewer ranks")
     return index
+
+
+@functools.cache  # once in a process
+def _say_alone() -> None:
+    print(
+        "thinwire: one rank, as no launcher was found: torchrun --nproc-per-node N starts N; init(rank=0, world_size=1) "
+        "says that one is meant",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 #: Of this process, as of all ranks, for each its own names in the store.

@@ -12,6 +12,7 @@ from thinwire.comm.tensors import is_int, read_int
 from thinwire.errors import RankTableError, ThinwireError
 
 # (launcher, rank, size, local rank), the first whose rank or size is set wins
+ALONE = "a world of one, as no launcher is known"
 LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -81,7 +82,7 @@ def discover(
     else:
         launched = next((entry for entry in LAUNCHERS if entry[1] in environ or entry[2] in environ), None)
         if launched is None:
-            return RankInfo(0, 1, 0, "a world of one, as no launcher is known", None)
+            return RankInfo(0, 1, 0, ALONE, None)
         launcher, rank_name, size_name, local_name = launched
         source = f"{launcher} ({rank_name}, {size_name})"
         rank, world_size = _read_int(environ, rank_name), _read_int(environ, size_name)

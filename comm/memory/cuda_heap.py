@@ -108,16 +108,16 @@ class CudaHeap(Heap):
             group = dist.new_group(members, timeout=limit, backend="gloo", use_local_synchronization=True)
 
         # A rank that cannot map a peer leaves torch, where its peers go on waiting: it waits twice as long for them.
-        begun, limit = time.monotonic(), min(comm.timeout / 2, _MOST_SECONDS)
+        begun, seconds = time.monotonic(), min(comm.timeout / 2, _MOST_SECONDS)
         try:
-            with _without_multicast(), _interrupted_after(limit), _store_limited(group, limit):
+            with _without_multicast(), _interrupted_after(seconds), _store_limited(group, seconds):
                 handle = _symmetric_memory.rendezvous(local, group)
         except RuntimeError as error:
             _undone.append(str(error))
-            if time.monotonic() - begun >= limit:
+            if time.monotonic() - begun >= seconds:
                 peers = [rank for rank in self.ranks if rank != comm.rank]
                 raise StillWaiting(
-                    f"rank {comm.rank} waited {limit:g} s for torch to map the memory of ranks {peers} on "
+                    f"rank {comm.rank} waited {seconds:g} s for torch to map the memory of ranks {peers} on "
                     f"{comm.device}, and one of them could not, or stopped meanwhile ({error})"
                 ) from error
             if "socket" not in str(error) and " fd: " not in str(error):
@@ -162,7 +162,7 @@ class CudaHeap(Heap):
 def _store_limited(group: dist.ProcessGroup, seconds: float) -> Iterator[None]:
     """Ends torch's waits in the group's store after so many seconds."""
     store = group.get_group_store()
-    before = store.timeout
+    before: timedelta = store.timeout  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=seconds))
     try:
         yield

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -104,9 +105,30 @@ class FlightRecorder:
         self._number = 0
         self._new: Entry = []
         self.current: Entry | None = None  # of the call that is being made, in which others may be made
+        self._turn = threading.RLock()  # of the thread whose calls are made
         self._written: Path | None = None  # by the first PeerTimeout
         if writes:
             _recorders.add(self)
+
+    def take_turn(self) -> None:
+        """Until `end_turn` calls come from this thread alone, which may take several turns within each other.
+
+        Two threads' calls would meet the peers' in any order, so the second one is refused before it has sent anything.
+
+        Raises:
+            ThinwireError: another thread's call is under way.
+        """
+        if not self._turn.acquire(blocking=False):
+            entry = self.current
+            name = "a call" if entry is None else entry[NAME]
+            raise ThinwireError(
+                f"another thread is in {name} on this communicator, and its calls must come from one thread at a time: "
+                "wait for that one, or give each thread a communicator of its own, by split(groups=[[0, 1, ...]])"
+            )
+
+    def end_turn(self) -> None:
+        """The thread's calls are over, or its inner ones."""
+        self._turn.release()
 
     def begin(self, *recorded: Any, numbered: bool = True) -> Call:
         """A call that begins with `with`: its name, and as much as there is of what `Call` takes."""
@@ -225,6 +247,7 @@ class Call:
 
     def __enter__(self) -> Call:
         recorder, recorded = self._recorder, self._recorded
+        recorder.take_turn()
         self._outer = recorder.current
         if self._outer is not None:
             self._entry: Entry = self._outer
@@ -251,13 +274,16 @@ class Call:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         recorder = self._recorder
-        if recorder.current is self._outer or recorder.current is None:
-            return
         try:
-            recorder._leave(error)
+            if recorder.current is self._outer or recorder.current is None:
+                return
+            try:
+                recorder._leave(error)
+            finally:
+                if error is not None:
+                    recorder.ended_by(error)
         finally:
-            if error is not None:
-                recorder.ended_by(error)
+            recorder.end_turn()
 
     def takes(self, transport: str) -> None:
         """Which way it goes, where what was asked for left that open."""
@@ -278,10 +304,11 @@ class Call:
 
 
 class PendingCall:
-    """What ends an asynchronous call's entry: `with` it the call is waited for."""
+    """What ends an asynchronous call's entry: `with` it the call is waited for, in a turn of the recorder's."""
 
     def __init__(self, recorder: FlightRecorder, entry: Entry) -> None:
         self._recorder, self._entry = recorder, entry
+        self.take_turn, self.end_turn = recorder.take_turn, recorder.end_turn
         self._outer: Entry | None = None
         self._outer_range: ProfiledRange | None = None
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from thinwire.fused.reduce_scatter import reduce_scatter as reduce_scatter
     from thinwire.moe.checkpoint import load_checkpoint as load_checkpoint
     from thinwire.moe.checkpoint_writer import save_checkpoint as save_checkpoint
+    from thinwire.moe.clipping import clip_grad_norm_ as clip_grad_norm_
     from thinwire.moe.dispatched import Dispatched as Dispatched
     from thinwire.moe.experts import GroupedExperts as GroupedExperts
     from thinwire.moe.int8_experts import Int8Experts as Int8Experts
@@ -62,6 +63,7 @@ _MODULES = {
     "fused.reduce_scatter": "reduce_scatter",
     "moe.checkpoint": "load_checkpoint",
     "moe.checkpoint_writer": "save_checkpoint",
+    "moe.clipping": "clip_grad_norm_",
     "moe.dispatched": "Dispatched",
     "moe.experts": "GroupedExperts",
     "moe.int8_experts": "Int8Experts",

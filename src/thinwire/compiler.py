@@ -43,7 +43,7 @@ class GraphNode(torch.autograd.Function):
             with torch._C._DisableAutocast():
                 return backward(*args)
 
-        cls.backward = staticmethod(exact)  # type: ignore[method-assign]
+        cls.backward = staticmethod(exact)  # type: ignore[assignment]
 
 
 #: Of a function's positional and named arguments the recorder of the communicator that it is called on.
@@ -64,7 +64,7 @@ def opaque(
             call is made, and before its caller has the result, then ends the communicator: no other frame would see it.
     """
     disabled: Callable[_P, _T] | None = None
-    code: Any = function.__code__  # type: ignore[attr-defined]
+    code: Any = function.__code__
     names = enumerate(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     flags = [(place, name) for place, name in names if function.__annotations__.get(name) in (bool, "bool")]
 
@@ -72,7 +72,9 @@ def opaque(
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         nonlocal disabled
         for place, name in flags:
-            require_flag(name, args[place] if place < len(args) else kwargs.get(name, False))
+            value = args[place] if place < len(args) else kwargs.get(name, False)
+            if value is not False and value is not True:
+                require_flag(name, value)
         if torch._C._is_any_autocast_enabled():  # of which kernels know nothing
             with torch._C._DisableAutocast():
                 return call(*args, **kwargs)
@@ -99,7 +101,7 @@ def opaque(
 
 def require_flag(name: str, value: object) -> None:
     """Raises ArgumentError for what is neither True nor False, nor as much in numpy, in torch (0-dim), or as 1 or 0."""
-    if value is False or value is True or (isinstance(value, int | np.bool_) and value in (0, 1)):
+    if isinstance(value, int | np.bool_) and value in (0, 1):
         return
     if not isinstance(value, torch.Tensor) or value.dtype != torch.bool or value.dim() or value.is_meta:
         raise ArgumentError(f"{name} is a {type(value).__name__}; accepted: True or False")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
+import platform
 import random
 import threading
 import time
@@ -14,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import thinwire as tw
 from tests.helpers.speeds import exhaustive_but
 from thinwire.comm import Communicator
 from thinwire.comm.exact.collectives import Collectives
@@ -387,6 +390,103 @@ def test_tensors_that_want_gradients_are_written_and_get_no_history():
         return leaf.tolist(), leaf.grad_fn, rows[1].tolist(), rows[1].requires_grad
 
     assert run_ranks(reduce, 2, mode="thread") == [([2.0] * 3, None, [4.0] * 3, False)] * 2
+
+
+@torch.inference_mode()
+def made_in_inference_mode():
+    return torch.zeros(4, 4)
+
+
+def freed():
+    x = torch.zeros(4, 4)
+    x.untyped_storage().resize_(0)
+    return x
+
+
+#: What cannot be filled, and what the error says.
+UNFILLABLE = {
+    "of inference mode": (made_in_inference_mode, "was made in inference mode.*clone"),
+    "a view of that": (lambda: made_in_inference_mode()[:], "was made in inference mode"),
+    "expanded": (lambda: torch.zeros(4, 1).expand(4, 4), "elements share memory"),
+    "overlapping": (lambda: torch.zeros(7).as_strided((4, 4), (1, 1)), "elements share memory"),
+    "freed": (freed, "has no memory"),
+    "of zeros alone": (lambda: torch._efficientzerotensor(4, 4), "has no memory"),
+}
+
+
+def fill(comm):
+    """All calls that write into a caller's tensor refuse it by its name, and go on as if nothing had been."""
+    x, peer = torch.ones(4, 4), 1 - comm.rank
+    for kind, (make, told) in UNFILLABLE.items():
+        for async_op in (False, True):
+            calls = {
+                "tensor": (
+                    lambda y, later: comm.all_reduce(y, async_op=later),
+                    lambda y, later: comm.reduce(y, comm.rank, async_op=later),
+                    lambda y, later: comm.broadcast(y, peer, async_op=later),
+                    lambda y, later: comm.scatter(y, [x, x] if comm.rank == 0 else None, async_op=later),
+                    lambda y, later: comm.recv(y, peer, async_op=later),
+                ),
+                "output": (
+                    lambda y, later: comm.reduce_scatter(y, [x, x], async_op=later),
+                    lambda y, later: comm.all_to_all_v(y, x, async_op=later),
+                ),
+                "tensor_list": (
+                    lambda y, later: comm.all_gather([x.clone(), y], x, async_op=later),
+                    lambda y, later: comm.all_gather_v([x.clone(), y], x, async_op=later),
+                ),
+                "gather_list": (lambda y, later: comm.gather(x, [x.clone(), y], dst=comm.rank, async_op=later),),
+                "output_tensor_list": (lambda y, later: comm.all_to_all([x.clone(), y], [x, x], async_op=later),),
+            }
+            for name, called in calls.items():
+                for call in called:
+                    with pytest.raises(ArgumentError, match=f"{name}.* {told}"):
+                        call(make(), async_op)
+        for out in () if kind in ("expanded", "overlapping") else (make(),):  # others must be contiguous, and say so
+            for function in (tw.all_reduce, tw.all_to_all_v):
+                for transport in ("direct", "staged"):
+                    with pytest.raises(ArgumentError, match=f"out {told}"):
+                        function(x, out=out, wire="none", transport=transport, comm=comm)
+    with torch.inference_mode():
+        comm.all_reduce(y := made_in_inference_mode())
+    assert not y.any()
+    check_moves(comm, "nothing was sent before")
+
+
+def test_what_cannot_be_filled_is_refused_before_anything_is_sent():
+    run_ranks(fill, 2, mode="thread", timeout=60)
+
+
+LIBM = ctypes.CDLL(None)
+FE_DOWNWARD = 0x400 if platform.machine() == "x86_64" else 0x800000  # of x86, and of ARM
+
+
+def sums_in_other_arithmetic(comm):
+    """Rank 1's thread flushes subnormal numbers, and then rounds downwards; sums of one step and of two."""
+    found = []
+    for setting in ("subnormals", "rounding"):
+        if comm.rank == 1:
+            torch.set_flush_denormal(True) if setting == "subnormals" else LIBM.fesetround(FE_DOWNWARD)
+        for op in ("sum", "avg", "max"):
+            for dtype, least in ((torch.float32, 2e-38), (torch.float64, 3e-308), (torch.bfloat16, 2e-38)):
+                for count in (5, 4096, 40000):
+                    generator = torch.Generator().manual_seed(comm.rank)
+                    x = torch.randn(count, dtype=torch.float64, generator=generator)
+                    x = (x * least if setting == "subnormals" else x).to(dtype)
+                    comm.all_reduce(x, op)
+                    found.append(x)
+        if comm.rank == 1:
+            kept = float(torch.full((), 1e-40) * 1) == 0 if setting == "subnormals" else LIBM.fegetround()
+            assert kept, "what the thread had set is as it was"
+            torch.set_flush_denormal(False)
+            LIBM.fesetround(0)
+    return found
+
+
+def test_exact_sums_are_the_same_bits_where_one_rank_flushes_subnormals_or_rounds_otherwise():
+    first, second = run_ranks(sums_in_other_arithmetic, 2, mode="thread")
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def refuse(comm):

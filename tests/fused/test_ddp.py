@@ -215,5 +215,16 @@ def _double(comm: Communicator) -> None:
         all_reduce_hook(AllReduceState(comm), Bucket(torch.ones(4, dtype=torch.float64), []))  # type: ignore[arg-type]
 
 
+def _sparse(comm: Communicator) -> None:
+    model = DistributedDataParallel(nn.Embedding(4, 3, sparse=True), process_group=comm.group)
+    model.register_comm_hook(AllReduceState(comm), all_reduce_hook)
+    with pytest.raises(ArgumentError, match="bucket 0 .* sparse_coo.*all_reduce_hook .*sparse=False"):
+        model(torch.tensor([1])).sum().backward()
+
+
+def test_sparse_gradients_are_refused_with_what_to_do() -> None:
+    run_ranks(_sparse, 1)
+
+
 def test_gradients_of_float64_are_refused() -> None:
     run_ranks(_double, 1, mode="thread")

@@ -53,8 +53,8 @@ def _launches(comm: Communicator, stub: StubDriver) -> dict[str, int]:
 
     found = {f"{op} of {kib} KiB": count(op, kib) for op in ("all_reduce", "reduce_scatter") for kib in (4, 256, 1024)}
     found |= {f"all_gather of {kib} KiB": count("all_gather", kib) for kib in (32, 512)}
-    with mock.patch.object(collectives._recorder, "track", mock.Mock()):
-        found["traced"] = count("all_reduce", 4)
+    with torch.profiler.profile():
+        found["profiled"] = count("all_reduce", 4)
     with comm.programs(2):
         found["on few multiprocessors"] = max(grid[0] for grid in grids("all_reduce", 256))
         del os.environ[LAUNCHES_VARIABLE]
@@ -72,7 +72,7 @@ def test_little_data_goes_in_one_launch_if_it_was_asked_for() -> None:
     assert found == {
         "all_reduce of 4 KiB": 1, "all_reduce of 256 KiB": 1, "all_reduce of 1024 KiB": 5,
         "reduce_scatter of 4 KiB": 1, "reduce_scatter of 256 KiB": 1, "reduce_scatter of 1024 KiB": 3,
-        "all_gather of 32 KiB": 1, "all_gather of 512 KiB": 3, "traced": 1, "by default": 5,
+        "all_gather of 32 KiB": 1, "all_gather of 512 KiB": 3, "profiled": 1, "by default": 5,
         "on few multiprocessors": 2, "all_reduce on few multiprocessors": 2, "all_to_all_v on few multiprocessors": 2,
     }  # fmt: skip
 

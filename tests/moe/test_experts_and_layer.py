@@ -94,6 +94,15 @@ class OneRank:
         return y.to(dispatched.like.dtype)
 
 
+def test_a_sigmoid_router_computes_logits_in_float32_under_autocast() -> None:
+    layer = MoELayer(64, 8, 4, 2, router_config=RouterConfig(scoring="sigmoid"))
+    x = torch.randn(5, 64)
+    wanted = layer.route(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = layer.route(x)
+    assert got.router_logits.dtype == torch.float32 and torch.equal(got.router_logits, wanted.router_logits)
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_experts_equal_a_float64_loop_over_rows(activation: str, gated: bool):

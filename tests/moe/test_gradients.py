@@ -208,9 +208,10 @@ def _disagree(comm: Communicator, transport: str) -> None:
     with _make(comm, transport) as ep:
         with pytest.raises(RoutingError, match="gradients"):
             ep.dispatch(x.detach() if comm.rank else x, ids, weights)
-        d = ep.dispatch(x.detach(), ids, weights.detach())
+        with torch.no_grad():
+            d = ep.dispatch(x, ids, weights)
         with pytest.raises(RoutingError, match="dispatched without"):
-            ep.combine(d.tokens.requires_grad_(), d)
+            ep.combine(d.tokens, d)  # whether this rank's rows want a gradient or not
         d = ep.dispatch(x, ids, weights)
         with pytest.raises(RoutingError, match="leave out away"):
             ep.combine(d.tokens, d, out=torch.empty(x.shape))
@@ -284,7 +285,9 @@ def test_several_rounds_and_lanes_and_recomputations_run_backward_in_order(kind:
 def _frozen(comm: Communicator, transport: str) -> None:
     """What wants no gradient gets none, and what does gets the same; recomputed or not."""
     with _make(comm, transport) as ep:
-        for wanted in ((True, False, True), (False, True, True), (True, False, False), (False, True, False)):
+        for wanted in (
+            (True, False, True), (False, True, True), (False, False, True), (True, False, False), (False, True, False),
+        ):  # fmt: skip
             for sharded in (lambda inputs: _sharded(ep, inputs), _recomputed(lambda inputs: _sharded(ep, inputs))):
                 expected = _expected(comm, "ragged", lambda inputs: _unsharded(*inputs))
                 inputs = _inputs(comm.rank, "ragged")
@@ -307,6 +310,44 @@ def _frozen(comm: Communicator, transport: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_frozen_inputs_get_no_gradient(transport: str) -> None:
     run_ranks(_frozen, 2, transport, mode="thread", timeout=100)
+
+
+def _experts_alone(comm: Communicator, transport: str, by_record: bool) -> None:
+    """In a loop that leaves out experts without rows, so that the output of a rank without any wants no gradient."""
+    with _make(comm, transport, lanes=2) as ep:
+        first, wanted = ep.local_experts.start if len(ep.local_experts) else 0, []
+        for kind in KINDS * 2:  # of the second ones some ranks have rows that had none
+            expected = _expected(comm, kind, lambda inputs: _unsharded(*inputs))[2]
+            x, ids, weights, experts = _inputs(comm.rank, kind)
+            d = ep.dispatch(x.detach(), ids, weights.detach(), lane=len(wanted) % 2)
+            counts = d.expert_counts.tolist()
+            parts = [
+                (part @ experts[first + place]).tanh() for place, part in enumerate(d.tokens.split(counts)) if len(part)
+            ]
+            rows = torch.cat(parts) if parts else d.tokens
+            if by_record:
+                of_records = d.record_ids[:, 0] >= 0
+                y = ep.combine(d.records[of_records] * experts[first, 0, 0], d, weighted=True)
+            else:
+                y = ep.combine(rows, d)
+            (y * _target(comm.rank, len(y))).sum().backward()
+            wanted.append(bool(parts))
+            if not by_record and experts.grad is not None:
+                mine = slice(first, first + len(ep.local_experts))
+                assert expected is not None and _error(kind, expected[mine], experts.grad[mine]) <= 1e-6
+            assert by_record or (experts.grad is not None) == bool(parts)
+        with torch.no_grad():
+            d = ep.dispatch(x, ids, weights)
+            assert not ep.combine(d.tokens, d).requires_grad
+        out = torch.empty(x.shape)
+        d = ep.dispatch(x.detach(), ids, weights.detach())
+        assert ep.combine(d.tokens, d, out=out) is out and not out.requires_grad  # nothing wants one
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("by_record", [False, True], ids=["rows", "records"])
+def test_experts_alone_are_trained_on_ranks_with_and_without_rows(by_record: bool, transport: str) -> None:
+    run_ranks(_experts_alone, 3, transport, by_record, mode="thread", timeout=100)
 
 
 def _without_experts(comm: Communicator, transport: str) -> None:

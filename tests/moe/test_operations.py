@@ -19,7 +19,7 @@ from tests.helpers.speeds import exhaustive_but
 from thinwire import operators
 from thinwire.moe import operations
 from thinwire.moe.compiled_round import CompiledRound
-from thinwire.moe.gradients import RoundGradients, Wants
+from thinwire.moe.gradients import NO_WANTS, RoundGradients
 from thinwire.moe.legs import StartedCombine
 from thinwire.testing import run_ranks
 
@@ -510,7 +510,7 @@ def _opcheck(comm: tw.Communicator, transport: str) -> None:
     out = torch.empty_like(x)
 
     def new_round() -> tw.Dispatched:
-        d = ep._begin_round((x, ids, weights), 0, 0, True, Wants(False, False)).d
+        d = ep._begin_round((x, ids, weights), 0, 0, True, NO_WANTS).d
         d.gather(CAPACITY)
         return d
 

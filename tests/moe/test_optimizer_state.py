@@ -334,9 +334,9 @@ def test_an_optimiser_of_a_users_own_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make_optimizer", "what"),
     [
-        (lambda model: Unfit(model.parameters(), 0.1), "a Unfit with these settings .*no closure"),
-        (lambda model: torch.optim.LBFGS(model.parameters()), "a LBFGS with these settings cannot be stored"),
-        (lambda model: torch.optim.Adafactor(model.parameters()), "a Adafactor cannot .* as it keeps '..._var'"),
+        (lambda model: Unfit(model.parameters(), 0.1), "Unfit with these settings .*no closure"),
+        (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS with these settings cannot be stored"),
+        (lambda model: torch.optim.Adafactor(model.parameters()), "Adafactor cannot .* as it keeps '..._var'"),
         (lambda model: torch.optim.SparseAdam(model.parameters()), "SparseAdam"),
     ],
 )  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 from tests.helpers.wires import assert_same_bits
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import (
+    ArgumentError,
     CapacityError,
     ConfigMismatch,
     LaneError,
@@ -331,7 +332,7 @@ def _bad_tokens(comm: Communicator, transport: str) -> None:
         (lambda: ep.dispatch(x.numpy(), ids, weights), "x is a ndarray; a torch.Tensor is needed"),
         (lambda: ep.dispatch(x, ids.tolist(), weights), "topk_ids is a list"),
     ):
-        with pytest.raises(TransportUnavailable, match=message):
+        with pytest.raises(ArgumentError, match=message):
             call()
     d = ep.dispatch(x, ids, weights)
     with pytest.raises(LaneError, match="d is a Tensor; what dispatch returned is needed"):

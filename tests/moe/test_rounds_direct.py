@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from dataclasses import replace
 from unittest import mock
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import thinwire as tw
 from tests.helpers.wires import WIRES, assert_same_bits
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CapacityError, LaneError, RoutingError, TransportUnavailable
+from thinwire.fused import transport as transports
 from thinwire.moe.direct import DirectRounds
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
@@ -330,3 +333,25 @@ def _too_large(comm: Communicator) -> None:
 
 def test_a_transport_that_memory_is_not_there_for_is_left_with_a_warning() -> None:
     run_ranks(_too_large, 1, mode="thread")
+
+
+def _out_of_reach(comm: Communicator, reason: str) -> None:
+    why = f"{reason} on rank 0" if "installed" in reason else reason
+    with pytest.MonkeyPatch.context() as patch:
+        if why == reason:
+            patch.setattr(transports, "allocate", mock.Mock(side_effect=TransportUnavailable(reason)))
+        else:
+            patch.setattr(transports, "_why_not", lambda _: reason)
+        with pytest.warns(RuntimeWarning, match=f"ExpertParallel takes the staged transport.*: {why}"):
+            ExpertParallel(comm, 4, 2, 64, 8)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for size in (8, 9, 8):
+                tw.all_reduce(torch.ones(size), wire="none", comm=comm)
+            tw.all_reduce(torch.ones(7), wire="none", transport="staged", comm=comm)
+        assert len(caught) == 1 and f"all_reduce takes the staged transport, which is slower: {why}" in str(caught[0])
+
+
+@pytest.mark.parametrize("reason", ["rank 0 cannot map the memory of rank 1", "numba is not installed"])
+def test_ranks_of_one_host_that_cannot_reach_each_others_memory_are_told_once(reason: str) -> None:
+    run_ranks(_out_of_reach, 1, reason, mode="thread")

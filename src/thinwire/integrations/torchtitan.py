@@ -71,8 +71,6 @@ class ThinwireTokenDispatcher(theirs.BaseEPTokenDispatcher):
         """Tokens [T, D], their scores and experts [T, K] -> rows by expert, each expert's number, and for `combine`."""
         if self.ep_mesh is None:
             return theirs.LocalTokenDispatcher.dispatch(self, x, scores, expert_ids, counts)
-        if torch.is_grad_enabled() and not (x.requires_grad or scores.requires_grad):
-            x = x.detach().requires_grad_()  # where experts alone are trained, gradients have to come to them
         ep = self._expert_parallel(*x.shape)
         if self._layer is None:
             self._layer = ep.next_layer()

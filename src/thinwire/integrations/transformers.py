@@ -76,13 +76,13 @@ class ThinwireEP(EPImplementation):
 
     def _exchange(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         ep = self._expert_parallel(x, ids)
-        if torch.is_grad_enabled() and not (x.requires_grad or weights.requires_grad):
-            # Where experts alone are trained, gradients have to come to them all the same.
-            x = x.detach().requires_grad_(any(weight.requires_grad for weight in self.experts.parameters()))
         if self._layer is None:
             self._layer = ep.next_layer()
-        d = ep.dispatch(x, ids, weights, layer=self._layer)
-        return ep.combine(self._run_experts(d.tokens, d.expert_counts), d)
+        wanted = x.requires_grad or weights.requires_grad
+        wanted = wanted or any(weight.requires_grad for weight in self.experts.parameters())
+        with torch.set_grad_enabled(torch.is_grad_enabled() and wanted):  # or results would want one of frozen layers
+            d = ep.dispatch(x, ids, weights, layer=self._layer)
+            return ep.combine(self._run_experts(d.tokens, d.expert_counts), d)
 
     def _run_experts(self, rows: torch.Tensor, expert_counts: torch.Tensor) -> torch.Tensor:
         """The experts' own forward, on rows that each have one expert with weight 1: combine weights them."""

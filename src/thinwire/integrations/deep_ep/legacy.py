@@ -105,18 +105,15 @@ class Buffer(AnyBuffer):
         event = done(previous_event)
         if handle is not None:
             return handle[5].there(x, self.grad_wire), None, None, None, None, event
-        per_expert = num_tokens_per_expert
-        num_experts = per_expert.numel() if isinstance(per_expert, torch.Tensor) else 0
-        room = None if is_int(num_worst_tokens, 0, 0) else num_worst_tokens
+        per_expert, room = num_tokens_per_expert, None if is_int(num_worst_tokens, 0, 0) else num_worst_tokens
         route = Route(
-            self.comm, x, num_experts, topk_idx, topk_weights, is_token_in_rank, room, alignment=expert_alignment,
-            per_expert=per_expert,
+            self.comm, x, per_expert.numel() if isinstance(per_expert, torch.Tensor) else 0, topk_idx, topk_weights,
+            is_token_in_rank, room, alignment=expert_alignment, per_expert=per_expert,
         )  # fmt: skip
         recv, counts = route.there(x, self.wire), route.expert_counts
         if counts is None and per_expert is not None:
-            of_experts = per_expert.long().reshape(self.group_size, -1)
-            of_all: Any = all_to_all_v(of_experts, wire=EXACT, comm=self.comm)
-            counts = of_all.sum(0)
+            of_experts: Any = per_expert.long().reshape(self.group_size, -1)
+            counts = all_to_all_v(of_experts, wire=EXACT, comm=self.comm).sum(0)  # type: ignore[union-attr]
         listed = [] if num_worst_tokens else aligned(counts, expert_alignment).tolist()
         of_ranks = route.counts.cumsum(0).int().to(self.comm.device)
         handle = (of_ranks, None, None, route.source, route.in_rank, route)
@@ -150,16 +147,13 @@ class Buffer(AnyBuffer):
         ranks, also where a token names an expert twice.
         """
         _refuse_times(dispatch_wait_recv_cost_stats)
-        parts: Any = ()
-
-        def made() -> Rows:
-            nonlocal parts
-            parts = to_fp8(x, round_scale, use_ue8m0) if use_fp8 else (x,)
-            return parts if use_fp8 else x
-
-        size, room = self.group_size, self._room(num_max_dispatch_tokens_per_rank)
-        route = Route(self.comm, x, num_experts, topk_idx, None, None, room, padded=False, once=True, made=made)
-        experts, width = route.num_local, room
+        size, width = self.group_size, self._room(num_max_dispatch_tokens_per_rank)
+        route = Route(
+            self.comm, x, num_experts, topk_idx, None, None, width, padded=False, once=True,
+            made=lambda: to_fp8(x, round_scale, use_ue8m0) if use_fp8 else x,
+        )  # fmt: skip
+        parts: Any = route.made if use_fp8 else (x,)
+        experts, route.made = route.num_local, None
         route.lay_out(torch.arange(experts, device=x.device) * width)
         at = route.expert, route.place % width
         made = [part.new_empty(experts, width, part.shape[1]) for part in parts]

@@ -103,6 +103,7 @@ class Route:
         alignment, per_expert: of experts' rows, and how many each gets.
     """
 
+    made: Any = None  # what `made` gave, for who asked for it to take
     topk_idx: Any  # as it was passed
     ids: Any = None  # int64 [rows, top_k], experts of this rank or -1; None without ids, as what follows
     weights: Any = None  # float32 [rows, top_k], 0 where ids are -1
@@ -117,9 +118,11 @@ class Route:
         told = torch.full((comm.size + len(_FACTS),), -1, device=comm.device)
         try:
             _check(comm, x, in_rank, num_experts, ids, weights, room, alignment, per_expert)
-            if once and room is not None and (merge_repeated_experts(ids, ids)[0] != ids.clamp(min=-1)).any():
+            chosen: Any = ids
+            if once and room is not None and (merge_repeated_experts(chosen, chosen)[0] != chosen.clamp(min=-1)).any():
                 raise RoutingError("topk_idx names an expert twice for a token; accepted in a fixed shape: once")
-            x = x if made is None else made()
+            if made is not None:
+                x = self.made = made()
             in_rank = ranks_of(ids, num_experts, comm.size) if ids is not None and in_rank is None else in_rank
             assert in_rank is not None
             rows, scales = x if isinstance(x, tuple) else (x, None)
@@ -217,7 +220,7 @@ def octets_of_fp8(x: torch.Tensor) -> torch.Tensor:
 
 
 def _check(
-    comm: Communicator, x: Rows, in_rank: MaybeTensor, num_experts: int, ids: MaybeTensor, weights: MaybeTensor,
+    comm: Communicator, x: Any, in_rank: MaybeTensor, num_experts: int, ids: MaybeTensor, weights: MaybeTensor,
     room: int | None, alignment: int, per_expert: MaybeTensor,
 ) -> None:  # fmt: skip
     """Raises a ThinwireError for what does not fit of a dispatch's arguments, which says what is accepted."""

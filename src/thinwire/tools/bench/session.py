@@ -273,6 +273,7 @@ class Session:
             first, self._titled = False, titled
 
 
+@torch.no_grad()
 def run_session(comm: Communicator, settings: Settings, report: Report = SILENT, keep: Keep | None = None) -> Results:
     """A whole run on one rank. Collective.
 
