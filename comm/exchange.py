@@ -8,12 +8,15 @@ What the two backends of process groups do, and what follows from it:
   what the caller says it is: ranks that disagree do not match, and both get
   `thinwire.errors.PeerTimeout`. A wait that times out closes the connections to all peers, so nothing can be
   exchanged afterwards. A lost connection is reported at once, and leaves those to the other peers alone. So a rank
-  that gave up looks to its peers like one that died, and who is lost they have to agree on.
+  that gave up looks to its peers like one that died, and who is lost they have to agree on. What a wait was given as
+  its limit stays, while a peer may compile for longer: so waits get none, and at the `Deadline` another one, for a
+  message that nobody sends, times out.
 - **NCCL** ignores tags and puts a batch on a stream of its own; `Posted.wait` orders the current stream after it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 import weakref
@@ -29,6 +32,7 @@ from torch import Tensor
 
 from thinwire.comm.waiting import Waiter, Waiting, first_line, is_timeout
 from thinwire.errors import PeerTimeout, ThinwireError, TransportUnavailable
+from thinwire.first_run import Deadline
 
 #: One entry a rank.
 Buffers = Sequence[Tensor | None]
@@ -36,6 +40,7 @@ Buffers = Sequence[Tensor | None]
 Sizes = tuple[Sequence[int], Sequence[int]]
 
 POLL_SECONDS = 20e-6
+_UNENDING_SECONDS = 1e9
 _LOSS_GRACE = 0.5  # seconds that the others get once one connection is lost
 _SHORTEST_WAIT = timedelta(milliseconds=1)  # Gloo counts whole milliseconds and takes 0 for "the group's own timeout"
 
@@ -43,6 +48,9 @@ _SHORTEST_WAIT = timedelta(milliseconds=1)  # Gloo counts whole milliseconds and
 def _message_tag(sequence: int, num_bytes: int, label: str) -> int:
     """A tag of 31 bits. The odd multiplier makes lengths that differ by less than 2 GiB differ in their tags."""
     return (num_bytes * 0x9E3779B1 + sequence * 0x85EBCA77 + zlib.crc32(label.encode()) + 0x7457) & 0x7FFFFFFF
+
+
+_NO_MESSAGE = _message_tag(1 << 30, 1, "nobody sends it")
 
 
 class Posted:
@@ -60,6 +68,7 @@ class Posted:
         self._lost: dict[int, RuntimeError] = {}  # peers whose connection broke, and how that was reported
         self._dropped = False  # the communicator was closed before anyone waited
         self._waiting: Waiting | None = None
+        self._deadline: Deadline | None = None  # of that
 
     def wait(self) -> None:
         """Waits until every send and receive of this exchange is done. Calling it again does nothing.
@@ -270,15 +279,17 @@ class PeerExchange(Exchange):
     def _complete_each(self, posted: Posted) -> None:
         if posted._waiting is None:
             self._waited[posted] = None
+            posted._deadline = Deadline(self.timeout)
             posted._waiting = Waiting(functools.partial(self._wait_each, posted))
-        if not (posted._waiting.result(self._waiter) or posted._lost):
+        assert posted._deadline is not None
+        if not (posted._waiting.result(self._waiter, posted._deadline, self._expire) or posted._lost):
             return
         # An earlier wait that was interrupted may have timed out since, and closed all connections. Whom this one lost
         # by that is not to blame.
         for failed in self._waited:
             if failed._waiting is None or not failed._waiting.done:
                 continue
-            silent = failed._waiting.result(self._waiter)
+            silent = failed._waiting.result(self._waiter, posted._deadline, self._expire)
             if failed._lost:
                 raise self._fail(
                     f"lost the connection to {name_ranks(failed._lost)}, which ended or gave up waiting",
@@ -293,9 +304,13 @@ class PeerExchange(Exchange):
                     silent,
                 )
 
+    def _expire(self) -> None:
+        if self._group is not None:  # else this was closed meanwhile, which has seen to it
+            _expire(self._group)
+
     def _wait_each(self, posted: Posted) -> dict[int, RuntimeError]:
         """Waits for all works; gives the peers that did not answer in time, and notes those that were lost."""
-        deadline = time.monotonic() + (_LOSS_GRACE if posted._lost else self.timeout)
+        deadline = time.monotonic() + (_LOSS_GRACE if posted._lost else _UNENDING_SECONDS)
         buffers = posted._buffers  # Gloo may fill them for as long as this lasts, also when `close` has let go of them
         silent: dict[int, RuntimeError] = {}
         for peer, work in posted._works:
@@ -359,11 +374,21 @@ class PeerExchange(Exchange):
     def close(self) -> None:
         for posted in self._outstanding:
             posted._dropped = True
+            if posted._waiting is not None and not posted._waiting.done:  # an exception has ended the call only
+                assert posted._deadline is not None
+                posted._waiting.end_later(posted._deadline, functools.partial(_expire, self.group))
             posted._buffers, posted._works, posted._waiting = (), [], None
         self._waited.clear()
         self._outstanding.clear()
         self._waiter.close()
         self._group = None  # where torch.distributed does not know it, its connections end with it
+
+
+def _expire(group: dist.ProcessGroup) -> None:
+    """Ends all waits under way: one that times out closes the connections to all peers."""
+    for peer in {*range(group.size())} - {group.rank()}:
+        with contextlib.suppress(RuntimeError):  # it times out, or this peer's connection is lost
+            group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NO_MESSAGE).wait(_SHORTEST_WAIT)
 
 
 def _num_bytes(buffer: Tensor | None) -> int:

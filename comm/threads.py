@@ -23,6 +23,7 @@ from torch import Tensor
 from thinwire.comm.agreement.verdict import LOOK_SECONDS, ReportTime, verdict_at
 from thinwire.comm.exchange import POLL_SECONDS, Exchange, Posted, Sizes, name_ranks
 from thinwire.errors import PeerTimeout, ThinwireError
+from thinwire.first_run import Deadline
 
 _T = TypeVar("_T")
 _OBJECT = -1  # the length of a message that is an object
@@ -155,7 +156,7 @@ class ThreadWorld:
 
     def wait(self, rank: int, transfers: Sequence[_Transfer], timeout: float) -> None:
         """Until all are done. Raises PeerTimeout when time is up or when a rank that is waited for is gone."""
-        deadline = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         with self._changed:
             try:
                 while missing := {transfer.other_end(rank) for transfer in transfers if not transfer.done}:
@@ -163,10 +164,11 @@ class ThreadWorld:
                     if rank in self._gone or missing & self._gone.keys():
                         gone = {rank} if rank in self._gone else missing & self._gone.keys()
                         raise self._error(rank, f"gave up waiting for {name_ranks(missing)}", gone)
-                    remaining = deadline - time.monotonic()
-                    if remaining <= 0:
+                    pause = deadline.pause
+                    if not pause:
                         raise self._give_up_on_silent(rank, missing, timeout)
-                    self._changed.wait(remaining)
+                    if not self._changed.wait(pause):
+                        deadline.look()
             finally:
                 self._waiting.pop(rank, None)
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from thinwire.first_run import Deadline
+
 _T = TypeVar("_T")
+_EXPIRE_AGAIN_SECONDS = 1.0
 
 
 def call_within(seconds: float, call: Callable[[], _T]) -> _T:
@@ -41,7 +46,10 @@ def call_within(seconds: float, call: Callable[[], _T]) -> _T:
 
 
 class Waiting:
-    """A call that waits, made once, in a thread of its own or in this one; it can be gone on with after an exception.
+    """A call that waits, made once, in a thread of its own; it can be gone on with after an exception.
+
+    Attributes:
+        done: whether the call has returned or raised.
 
     While Gloo waits, it holds the thread, and Python runs signal handlers in the main thread only. Gloo's receives can
     be neither polled nor waited for in short turns, and a wait that was begun takes what it waits for, so whoever comes
@@ -54,6 +62,7 @@ class Waiting:
         self._under_way = threading.Lock()
         self._under_way.acquire()
         self._begun = False
+        self.done = False  # an exception may come when `result` has just got the lock, which then says nothing
         self._result: Any = None
         self._error: BaseException | None = None
 
@@ -67,23 +76,37 @@ class Waiting:
         except BaseException as error:
             self._error = error
         finally:
+            self.done = True
             self._under_way.release()
 
-    def result(self, waiter: Waiter) -> Any:
-        """What the call gives or raises, and what a signal handler raises meanwhile."""
-        if threading.current_thread() is threading.main_thread():
-            waiter.put(self)  # again, if an exception may have come before the last time
-        else:
-            self.run()
-        with self._under_way:
-            if self._error is not None:
-                raise self._error
-            return self._result
+    def result(self, waiter: Waiter, deadline: Deadline, expire: Callable[[], None]) -> Any:
+        """What the call gives or raises, and what a signal handler raises meanwhile.
 
-    @property
-    def done(self) -> bool:
-        """Whether the call has returned or raised."""
-        return not self._under_way.locked()
+        At the deadline `expire` is called, which ends the call.
+        """
+        waiter.put(self)  # again, if an exception may have come before the last time
+        while not self.done:
+            if not (pause := deadline.pause):
+                expire()
+            if self._under_way.acquire(timeout=pause or _EXPIRE_AGAIN_SECONDS):
+                self._under_way.release()
+            else:
+                deadline.look()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def end_later(self, deadline: Deadline, expire: Callable[[], None]) -> None:
+        """As `result` does at the deadline, after nobody comes back for the result."""
+
+        def end() -> None:
+            if not self.done:
+                expire()
+
+        timer = threading.Timer(max(deadline.at - time.monotonic(), 0.0), end)
+        timer.daemon = True
+        with contextlib.suppress(RuntimeError):  # no thread can be started any more, as the process ends
+            timer.start()
 
 
 class Waiter:

@@ -16,6 +16,7 @@ import torch
 from thinwire.comm.exchange import Exchange
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.errors import CountsError, ThinwireError
+from thinwire.first_run import Deadline
 from thinwire.fused.channel import FLAT_ROW, Channel, Route, RowFormat, Transfer
 from thinwire.fused.counts import Segments
 from thinwire.fused.direct_transport import CLOSED
@@ -212,11 +213,18 @@ class HostChannel(Channel):
 
     def _run(self, todo: int, num_bytes: int = 0) -> int:
         transfer = self.under_way
-        status = self._launch(todo, num_bytes)
+        status, limits = self._launch(todo, num_bytes), self._peers[self._kernels.PEERS.index("limit")]
+        deadline: Deadline | None = None
         while status == self._kernels.PAUSED:
             if transfer is not self.under_way:
                 return RUNNING  # a signal handler's call has ended this one
-            status = self._launch((todo & ~self._post) | self._kernels.RESUME, num_bytes)
+            at = limits[limits > 0].min(initial=2**62) / 1e9  # when the first of the peers' clocks runs out
+            if deadline is None or deadline.at != at:
+                deadline = Deadline(self.timeout, at)
+            todo = (todo & ~self._post) | self._kernels.RESUME
+            if deadline.look():
+                todo &= ~self._kernels.RESUME  # they begin anew
+            status = self._launch(todo, num_bytes)
         return status
 
     def _launch(self, todo: int, num_bytes: int) -> int:

@@ -63,7 +63,7 @@ class NamedByExperts(nn.Module):
     held = ""  # what is behind names
 
     def name_tensors(self, experts: Sequence[int]) -> None:
-        """Renames all tensors. `experts`: numbers of those held, ascending."""
+        """Renames all parameters. `experts`: numbers of those held, ascending."""
         runs: list[list[int]] = []
         for expert in experts:
             if runs and expert == runs[-1][1] + 1:
@@ -72,9 +72,8 @@ class NamedByExperts(nn.Module):
                 runs.append([expert, expert])
         shown = "_".join(str(first) if first == last else f"{first}to{last}" for first, last in runs)
         self.held = f"_of_{shown or 'none'}"
-        for tensors in (self._parameters, self._buffers):
-            for name in list(tensors):
-                tensors[name + self.held] = tensors.pop(name)
+        for name in list(self._parameters):
+            self._parameters[name + self.held] = self._parameters.pop(name)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self, name + self.held) if self.held and name in _STACKED else super().__getattr__(name)

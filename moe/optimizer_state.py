@@ -175,7 +175,7 @@ class OptimizerState:
             settings = [{**group, "params": params} for group, params in zip(groups, of_groups, strict=True)]
             torch.optim.Optimizer.__init__(another, settings, dict(optimizer.defaults))
             # What a class of the user's keeps besides, with stand-ins wherever it refers to what they stand in for.
-            known = {id(parameter): small[name] for name, parameter in self.parameters.items()}
+            known: dict[int, Any] = {id(parameter): small[name] for name, parameter in self.parameters.items()}
             known |= {id(optimizer): another, id(optimizer.state): another.state}
             known[id(optimizer.param_groups)] = another.param_groups
             own = {key: value for key, value in vars(optimizer).items() if key not in vars(another)}

@@ -1,18 +1,26 @@
-"""Kernels are compiled once on a machine, by one process, which says so if it takes long."""
+"""Kernels are compiled once on a machine, by one process, which says so if it takes long, and is waited for."""
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import thinwire as tw
 from thinwire import first_run
+from thinwire.comm import Communicator
+from thinwire.testing import run_ranks
 from thinwire.triton_kernels.cpu import HAS_NUMBA
 
 #: Calls a kernel when told to, and says how often its cache was of use.
@@ -50,7 +58,7 @@ def test_of_processes_that_need_a_kernel_one_compiles_it(tmp_path: Path) -> None
 
 def test_a_turn_waits_for_the_process_before_and_ends_with_it() -> None:
     code = (
-        "import sys\nfrom thinwire import first_run\nwith first_run.turn('kernel', 'of this test'):\n"
+        "import sys\nfrom thinwire import first_run\nwith first_run.turn('kernel', 'of this test', 'a test'):\n"
         "    print('mine', flush=True)\n    sys.stdin.readline()\n"
     )
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -58,12 +66,12 @@ def test_a_turn_waits_for_the_process_before_and_ends_with_it() -> None:
     mine = threading.Event()
 
     def take() -> None:
-        with first_run.turn("kernel", "of this test"):
+        with first_run.turn("kernel", "of this test", "a test"):
             mine.set()
 
     waits = threading.Thread(target=take)
     waits.start()
-    with first_run.turn("another kernel", "of this test"), first_run.turn("kernel", "another cache"):
+    with first_run.turn("another kernel", "of this test", ""), first_run.turn("kernel", "another cache", ""):
         assert not mine.wait(0.3)
     other.kill()
     assert mine.wait(60)
@@ -73,7 +81,7 @@ def test_a_turn_waits_for_the_process_before_and_ends_with_it() -> None:
 
 def test_nobody_waits_for_ever_for_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_run, "_LONGEST_TURN_SECONDS", 0.1)
-    with first_run.turn("kernel", "held"), first_run.turn("kernel", "held"):
+    with first_run.turn("kernel", "held", "a test"), first_run.turn("kernel", "held", "a test"):
         pass
 
 
@@ -83,15 +91,15 @@ def test_where_no_turn_can_be_taken_and_nothing_be_said_work_is_done_all_the_sam
     def refused(*_: object) -> None:
         raise PermissionError(1, "not permitted")
 
-    with first_run.turn("kernel" * 30, "a name too long"):
+    with first_run.turn("kernel" * 30, "a name too long", "a test"):
         pass
     monkeypatch.setattr(first_run.socket, "socket", refused)
-    with first_run.turn("kernel", "refused"):
+    with first_run.turn("kernel", "refused", "a test"):
         pass
     monkeypatch.setattr(first_run.threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("none")))
     with first_run.said("without a thread"):
         pass
-    with pytest.raises(OSError, match="of the block"), first_run.turn("kernel", "refused"):
+    with pytest.raises(OSError, match="of the block"), first_run.turn("kernel", "refused", "a test"):
         raise OSError("of the block")
 
 
@@ -132,3 +140,118 @@ def test_what_takes_long_is_said_again_and_again_and_what_does_not_is_not(
     capsys.readouterr()
     time.sleep(0.05)
     assert capsys.readouterr().err == ""
+
+
+def _calls_that_wait_for_rank_1(comm: Communicator) -> None:
+    """A call that waits in each of the ways in which CPU ranks wait, while rank 1 compiles for long."""
+    if comm.in_process:
+        comm._exchange.timeout = 1.0
+    else:
+        comm = Communicator(comm.group, timeout=1.0)
+    x = torch.ones(8)
+    calls: list[Callable[[], Any]] = [
+        comm.barrier,
+        lambda: tw.all_reduce(x, wire="none", transport="staged", comm=comm),
+        lambda: tw.all_reduce(x, wire="none", transport="direct", comm=comm),
+        lambda: tw.all_to_all_v(x, [4, 4], [4, 4], wire="none", transport="direct", comm=comm),
+        lambda: tw.all_to_all_v(x, [4, 4], wire="none", transport="direct", comm=comm),
+    ][: 5 if HAS_NUMBA else 2]
+    for call in calls:
+        call()
+        if comm.rank == 1:
+            with first_run.working("compiling a kernel"):
+                time.sleep(2.5 * comm.timeout)
+        call()
+
+
+@pytest.mark.parametrize("mode", ["process", "thread"])
+def test_a_rank_that_compiles_for_longer_than_the_timeout_is_waited_for(mode: str) -> None:
+    run_ranks(_calls_that_wait_for_rank_1, 2, mode=mode, timeout=150)
+
+
+@pytest.mark.skipif(not HAS_NUMBA, reason="numba compiles kernels for the CPU")
+def test_the_clock_of_a_wait_starts_when_its_own_kernel_is_compiled() -> None:
+    from thinwire.triton_kernels.cpu.signal import ARRIVED, GAVE_UP, PAUSED, run_wait
+
+    calls = []
+
+    def kernel(deadline: int, limit: int) -> int:
+        calls.append(deadline)
+        if len(calls) == 1:
+            time.sleep(0.5)
+            return PAUSED
+        return GAVE_UP if time.monotonic_ns() > deadline else ARRIVED
+
+    assert run_wait(kernel, 0.4, 0.0) == ARRIVED
+
+
+def test_one_of_the_processes_of_a_parent_speaks_for_all() -> None:
+    code = "from thinwire import first_run\nprint(first_run._speaker()[0], flush=True)\ninput()"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    told = [process.stdout.readline() for process in processes if process.stdout is not None]
+    for process in processes:
+        process.communicate("\n")
+    assert sorted(told) in (["False\n", "False\n", "True\n"], ["False\n"] * 3)  # another test's process may speak
+
+
+def test_what_is_compiled_within_a_kernel_is_told_with_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(first_run, "_SILENT_SECONDS", 0.01)
+    with first_run.compiling("a kernel"), first_run.compiling("a part of it"):
+        assert first_run.work_here() == "compiling a kernel"
+        time.sleep(0.3)
+    told = capsys.readouterr().err
+    assert told.startswith("thinwire: compiling a kernel (number ") and told.count("\n") == 1
+
+
+@pytest.mark.skipif(not HAS_NUMBA, reason="numba compiles kernels for the CPU")
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        ("full", "No space left"),
+        ("replaced", "Not a directory"),
+        ("unreadable", "Is a directory"),
+        ("cut off", "invalid load key"),
+        ("none", "no folder for them can be written"),
+    ],
+)
+def test_without_a_usable_folder_kernels_run_and_one_line_says_that_they_are_not_kept(
+    harm: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import numba
+    from numba.core import caching
+
+    from thinwire.triton_kernels.cpu.compat import kernel
+
+    def fail(error: Exception, *_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(first_run, "_speaker", lambda: (True, None))
+    monkeypatch.setattr(first_run, "_told_unkept", [])
+    source, folder = tmp_path / "doubles.py", tmp_path / "cache"
+    source.write_text("def double(x):\n    return 2 * x\n")
+    function = runpy.run_path(str(source))["double"]
+    if harm == "none":
+        monkeypatch.setattr(caching.FunctionCache, "__init__", functools.partial(fail, RuntimeError("no locator")))
+    assert kernel(function)(1) == 2
+    double = kernel(function)
+    if harm == "full":
+        full = OSError(28, "No space left on device")
+        monkeypatch.setattr(caching.IndexDataCacheFile, "_save_data", functools.partial(fail, full))
+    elif harm == "replaced":
+        shutil.rmtree(folder)
+        folder.write_text("")
+    elif harm == "unreadable":
+        index = next(folder.rglob("*.nbi"))
+        index.unlink()
+        index.mkdir()
+    elif harm == "cut off":
+        next(folder.rglob("*.nbi")).write_bytes(b"\0")
+    assert double(1) == 2 and double(1.5) == 3.0
+    line = [text for text in capsys.readouterr().err.splitlines() if "not kept" in text]
+    assert len(line) == 1 and told in line[0] and "NUMBA_CACHE_DIR" in line[0], line

@@ -163,11 +163,7 @@ class Launcher:
         found = None if hooked or device != self._device else self._compiled.get(kind)
         if found is None:
             is_new = not hooked and kind not in self._compiled
-            with (
-                first_run.said(f"compiling {self._kernel.__name__}, once for this machine")
-                if is_new
-                else contextlib.nullcontext()
-            ):
+            with first_run.compiling(self._kernel.__name__) if is_new else contextlib.nullcontext():
                 compiled = self._launch_by_triton(programs, blocks, tensors, strides, counts)
             if compiled is not None and not hooked:  # it is None where another hook keeps Triton from launching
                 self._compiled[kind] = compiled.function, *_lowest_launch(compiled.run, compiled.packed_metadata)

@@ -23,11 +23,13 @@ import time
 import weakref
 from typing import NamedTuple
 
+from thinwire import first_run
 from thinwire.comm.agreement.verdict import stronger
 from thinwire.comm.shaped_json import decode, encode
 from thinwire.errors import ThinwireError
 
 LOST = "lost"
+AT_WORK = "at work/"  # begins a key, of what the process compiles or loads just now; nobody pins it
 CONNECT_SECONDS = 0.2  # for a host that is there; connections are taken in by its kernel
 ANSWER_SECONDS = 0.5  # for a process that is not stopped
 
@@ -39,6 +41,7 @@ _MOST_BYTES = 1 << 16  # of a request
 _MOST_ANSWER = 1 << 20
 _MOST_CONNECTIONS = 64
 _MOST_NOTES = 1 << 14  # on a board
+_MOST_KEY = 64
 _MOST_PORT = 1 << 16  # a note may hold one
 _MOST_AT_ONCE = 4096  # letters that are read in one turn
 
@@ -147,6 +150,8 @@ class Boards:
             if not request.endswith(b"\n"):
                 return bool(more) and len(request) < _MOST_BYTES
             notes = self.pin(*decode(bytes(request), _REQUEST, "a request"))
+            if work := first_run.work_here():
+                notes[f"{AT_WORK}{work}"[:_MOST_KEY]] = []
             connection.sendall(encode(notes, {str: [int]}) + b"\n")
         return False
 
@@ -234,7 +239,7 @@ def _line(name: str, key: str, note: list[int]) -> bytes:
 
 def _is_note(key: str, note: list[int], size: int) -> bool:
     limit = _MOST_PORT if key.startswith("port/") else size
-    return len(key) <= 64 and len(note) <= size and all(0 <= rank < limit for rank in note)
+    return len(key) <= _MOST_KEY and len(note) <= size and all(0 <= rank < limit for rank in note)
 
 
 def _family(host: str) -> socket.AddressFamily:

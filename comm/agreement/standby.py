@@ -17,6 +17,7 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -25,6 +26,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from thinwire import first_run
 from thinwire.comm.agreement import boards
 from thinwire.comm.agreement.boards import CONNECT_SECONDS, LOST, Address, Boards, Gone, Notes, Stopped, Unanswered
 from thinwire.comm.agreement.verdict import LOOK_SECONDS, ReportTime, Verdict, stronger, verdict_at
@@ -84,9 +86,11 @@ class Standby:
         self._addresses, self._token, self._own, self._timeout, self._quorum = addresses, token, own, timeout, quorum
         if own is not None:
             own.open(token, self.size)
+        _open.add(self)
         self._missed: set[int] = set()  # by this rank
         self._told: set[int] = set()  # who was lost by verdicts so far
         self._ended: set[int] = set()  # processes
+        self._at_work: dict[int, str] = {}  # by rank, what it compiled or loaded when it answered last
         self._silent: dict[int, tuple[int, float]] = {}  # requests that were not answered, and when to ask again
 
     @classmethod
@@ -131,7 +135,15 @@ class Standby:
         self._missed |= {*suspects}
         lost = self._settle(self._timeout + _WITNESS_SECONDS if self._missed else 0.0)
         self._told |= {*(lost or ())}
-        return Verdict((), self._alone()) if lost is None else verdict_at(self.rank, lost)
+        ranks, remark = Verdict((), self._alone()) if lost is None else verdict_at(self.rank, lost)
+        return Verdict(ranks, "; ".join([remark, *(f"rank {rank} is {work}" for rank, work in self._at_work.items())]))
+
+    def ask_for_work(self) -> str:
+        """What a rank that answers compiles or loads; empty: none does."""
+        self._silent.clear()  # a busy host may have left requests unanswered
+        self._at_work.clear()
+        self._ask_all(range(self.size))
+        return next(iter(self._at_work.values()), "")
 
     def _settle(self, limit: float) -> tuple[int, ...] | None:
         """The strongest verdict that this rank can learn of; None: there is none yet, and it may not make one alone.
@@ -305,6 +317,10 @@ class Standby:
             self._silent[rank] = unanswered, time.monotonic() + pause * (unanswered > 1)
             raise
         self._silent.pop(rank, None)
+        self._at_work.pop(rank, None)
+        for key in notes:
+            if key.startswith(boards.AT_WORK):
+                self._at_work[rank] = key.removeprefix(boards.AT_WORK)
         return notes
 
     def _pin_patiently(self, rank: int, key: str = "", note: Iterable[int] = ()) -> Notes:
@@ -411,6 +427,16 @@ def join(make_group: Callable[[], _T], timeout: float, members: str) -> _T:
         reason = str(error).partition("\n")[0]
         raise PeerTimeout(f"a group of {members} could not be made within {timeout:g} s: {reason}") from error
 
+
+_open: weakref.WeakSet[Standby] = weakref.WeakSet()
+
+
+def _ask_peers() -> str:
+    """What a rank of any communicator of this process compiles or loads; empty: none does."""
+    return next(filter(None, (standby.ask_for_work() for standby in list(_open))), "")
+
+
+first_run.ask_peers = _ask_peers
 
 _own_boards: dict[tuple[int, str], Boards] = {}  # by process, as a fork has no thread that serves them
 _starting = threading.Lock()

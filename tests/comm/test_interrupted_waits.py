@@ -26,6 +26,7 @@ from thinwire.comm.recorder.flight_recorder import NAME, NUMBER, STATE, FlightRe
 from thinwire.comm.waiting import Waiter, Waiting
 from thinwire.comm.work import Work
 from thinwire.errors import PeerTimeout, ThinwireError
+from thinwire.first_run import Deadline
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels.cpu import HAS_NUMBA
 
@@ -262,14 +263,17 @@ def test_what_a_wait_gives_or_raises_is_told_however_often_it_is_asked() -> None
         calls.append(1)
         return 1 // (2 - len(calls))  # the second call raises
 
+    def result() -> object:
+        return waiting.result(waiter, Deadline(60), lambda: None)
+
     for outcome in ("gives", "raises"):
         waiting = Waiting(call)
         for _ in range(2):
             if outcome == "gives":
-                assert waiting.result(waiter) == 1
+                assert result() == 1
             else:
                 with pytest.raises(ZeroDivisionError):
-                    waiting.result(waiter)
+                    result()
             assert waiting.done
     assert len(calls) == 2
     waiter.close()

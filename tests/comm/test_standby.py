@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from thinwire import first_run
 from thinwire.comm.agreement import boards, standby
 from thinwire.comm.agreement.boards import CONNECT_SECONDS, LOST, Address, Boards, Notes, Unanswered
 from thinwire.comm.agreement.standby import Standby
@@ -135,6 +137,16 @@ class Linked(Standby):
         if rank in self.cut:
             raise Unanswered("cut off")
         return super()._pin(rank, key, note)
+
+
+def test_who_is_given_up_while_it_compiles_is_said_to() -> None:
+    rank_0, rank_1 = Linked.several(2, timeout=0.2)
+    with first_run.working("compiling a kernel for dispatch"):  # all ranks, which are in one process here
+        assert rank_0.ask_for_work() == "compiling a kernel for dispatch"
+        ranks, remark = rank_0.agree([1])
+    assert ranks == (1,) and remark.endswith("rank 1 is lost; rank 1 is compiling a kernel for dispatch"), remark
+    first_run._last_work = -math.inf, ""
+    assert rank_0.ask_for_work() == "" and rank_1.ask_for_work() == ""
 
 
 def cut_between(ranks: list[Linked], *parts: Iterable[int]) -> None:

@@ -113,6 +113,16 @@ def test_a_program_that_hangs_or_dies_is_said_and_what_it_told_is_kept(code: str
     assert lines == [json.loads(_LINE)] and said in ending
 
 
+def test_what_is_compiled_is_shown_and_takes_no_time_of_the_limit(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(probe, "_MOST_BETWEEN_LINES", 5.0)
+    monkeypatch.setattr(probe.Process, "last_shown", time.monotonic())
+    program = f"import sys, time; time.sleep(2); sys.stderr.write('odd\\nthinwire: compiling\\n'); print({_LINE!r})"
+    assert probe.run_lines([sys.executable, "-S", "-c", program], 0.5) == ([json.loads(_LINE)], "")
+    assert capfd.readouterr().err == "thinwire: compiling\n"
+
+
 def test_a_look_that_ends_badly_is_a_problem_beside_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "run_lines", lambda *_: ([json.loads(_LINE)], "was killed by signal 11"))
     fine, problem = probe.look("gpus", 1.0)

@@ -388,7 +388,7 @@ def test_what_is_refused_at_first_is_refused_later() -> None:
         rows = torch.ones(4, 256)
         for function in (tw.all_to_all_v, tw.all_reduce, tw.reduce_scatter, tw.all_gather):
             function(rows, wire="int8", comm=comm)
-            with pytest.raises(TransportUnavailable, match="x is a WireRows"):
+            with pytest.raises(ArgumentError, match="x is a WireRows"):
                 function(tw.quantize(rows), wire="int8", comm=comm)  # type: ignore[arg-type]
             with pytest.raises(ArgumentError, match="transform of torch.func"):
                 torch.func.grad(lambda x: function(x, wire="int8", comm=comm).sum())(rows)  # noqa: B023

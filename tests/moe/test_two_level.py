@@ -100,7 +100,7 @@ def test_exact_float32_rounds_differ_in_the_order_of_sums_alone() -> None:
     assert _errors(4, TWO_BY_TWO, "none", torch.float32)[1] <= 1e-7
 
 
-@pytest.mark.parametrize(("hidden", "top_k"), [(1, 1), (8, 1), (16, 2)])
+@pytest.mark.parametrize(("hidden", "top_k"), [(1, 1), (20, 1), (16, 2)])
 @pytest.mark.parametrize("wires", [("none", "none"), ("int6+h64", "int10"), (WireFormat("int8", 128, 16), "int4")])
 def test_small_rows_and_one_expert_a_token(wires: tuple[Any, str], hidden: int, top_k: int) -> None:
     run_ranks(_small, 4, hidden, top_k, *wires, mode="thread", timeout=60)

@@ -6,8 +6,6 @@ that own the token's experts, or with `RoundLayout.INVARIANT` the expert's ordin
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import torch
 
@@ -58,6 +56,7 @@ from thinwire.triton_kernels.cpu.signal import (
     is_running,
     let_others_run,
     own_line,
+    run_wait,
     signal_line,
     someone_is_stuck,
 )
@@ -295,10 +294,7 @@ def wait_for_parts(lane: Lane, sources: torch.Tensor, parts: int, timeout: float
     """
     word = parts_word(int(lane.control[CONTROL_EPOCH]), parts)
     arguments = numbers_of(lane).address, sources.data_ptr(), len(sources), word
-    deadline = time.monotonic_ns() + int(timeout * 1e9)
-    while (ended := wait_for_parts_kernel(*arguments, deadline)) == PAUSED:
-        pass
-    return ended == ARRIVED
+    return run_wait(lambda deadline, _: wait_for_parts_kernel(*arguments, deadline), timeout, 0.0) == ARRIVED
 
 
 def send_sums(

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial, wraps
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from thinwire import first_run, wire
@@ -37,48 +38,76 @@ _LLVM_WITH_BFLOAT16 = 16  # before that, intrinsics took integers in its place
 FINGERPRINT = _hash_sources()
 
 if HAS_NUMBA:
-    from llvmlite import binding, ir
-    from numba import carray, njit, types
-    from numba.core import cgutils
-    from numba.core.caching import FunctionCache
-    from numba.core.compiler_lock import global_compiler_lock
-    from numba.core.registry import cpu_target
-    from numba.extending import intrinsic
+    with first_run.working("loading numba"):
+        from llvmlite import binding, ir
+        from numba import carray, njit, types
+        from numba.core import cgutils
+        from numba.core.caching import FunctionCache, NullCache
+        from numba.core.compiler_lock import global_compiler_lock
+        from numba.core.registry import cpu_target
+        from numba.extending import intrinsic
 
     # error_model="numpy": a division checks nothing. fastmath stays off: no operation may be fused or reordered, or
     # results would differ from the other backends in the last bit.
     # inline="always": a function that kernels call would otherwise be compiled once for itself as well.
     device = njit(nogil=True, error_model="numpy", inline="always")
 
-    class _SharedCache(FunctionCache):
-        """numba's cache on disk of an entry point. Of the ranks that find nothing there, one compiles; others load."""
+    #: What kernels are for, where that is not the name of their file.
+    _PURPOSES = {
+        "codec": "quantisation", "pack": "quantisation", "sums": "sums of quantised rows", "permute": "routing",
+        "collective": "all_reduce, reduce_scatter and all_gather", "pieces": "all_to_all_v", "straight": "all_to_all_v",
+        "piece_team": "all_to_all_v", "expert_gemm": "int8 experts", "checksum": "checksums",
+    }  # fmt: skip
+
+    class _SharedCache(NullCache):
+        """numba's cache on disk of an entry point. Of the ranks that find nothing there, one compiles; others load.
+
+        There may be no folder for it; or one that becomes full, another user's, or goes, while the program runs: then
+        kernels are compiled and not kept.
+        """
+
+        def __init__(self, function: Any) -> None:
+            file = function.__module__.rpartition(".")[2]
+            self._name, self._what = function.__name__, f"a kernel for {_PURPOSES.get(file, file)}"
+            self._files: FunctionCache | None = None
+            with suppress(RuntimeError):  # neither the source's folder nor the user's cache folder can be written
+                self._files = FunctionCache(function)
+            self._why_not = "" if self._files else "no folder for them can be written"
+
+        @property
+        def cache_path(self) -> Any:
+            return self._files and self._files.cache_path
 
         def load_overload(self, signature: Any, target_context: Any) -> Any:
-            key = signature, FINGERPRINT
-            found = super().load_overload(key, target_context)
+            found = self._try("load_overload", signature, target_context)
             if found is None:
-                name = self._py_func.__name__
-                self.turn.enter_context(first_run.turn(name, self.cache_path))
-                found = super().load_overload(key, target_context)
-                if found is None:
-                    self.turn.enter_context(first_run.said(f"compiling {name}, once for this machine"))
+                self.turn.enter_context(first_run.turn(self._name, self.cache_path, self._what))
+                found = self._try("load_overload", signature, target_context)
+            if found is None:
+                self.turn.enter_context(first_run.compiling(self._what, self._why_not))
             return found
 
         def save_overload(self, signature: Any, data: Any) -> None:
-            super().save_overload((signature, FINGERPRINT), data)
+            self._try("save_overload", signature, data)
+
+        def _try(self, method: str, signature: Any, argument: Any) -> Any:
+            try:
+                return self._files and getattr(self._files, method)((signature, FINGERPRINT), argument)
+            except (OSError, EOFError, UnpicklingError) as error:
+                self._why_not = f"{self.cache_path} cannot be used: {error}"
+                first_run.tell_unkept(self._why_not)
+                return None
 
         def compile(self, dispatcher: Any, signature: Any) -> Any:
             """`dispatcher.compile`, which loads, or else compiles and saves: then it is another rank's turn."""
-            with global_compiler_lock, ExitStack() as self.turn:  # numba's, or threads would share a turn
+            # The lock is numba's: else threads would share a turn.
+            with first_run.working(f"loading {self._what}"), global_compiler_lock, ExitStack() as self.turn:
                 return type(dispatcher).compile(dispatcher, signature)
 
     def kernel(function: Callable[..., Any]) -> Any:
         """Compiles an entry point, cached on disk: ranks are processes, and all of them need the same code."""
-        try:
-            cache = _SharedCache(function)
-        except RuntimeError:  # neither the source's folder nor the user's cache folder can be written
-            return device(function)
-        compiled = njit(nogil=True, error_model="numpy")(function)
+        cache = _SharedCache(function)
+        compiled = device(function) if cache.cache_path is None else njit(nogil=True, error_model="numpy")(function)
         compiled._cache, compiled.compile = cache, partial(cache.compile, compiled)
         return compiled
 

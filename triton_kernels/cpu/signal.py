@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from thinwire.first_run import Deadline
 from thinwire.triton_kernels.cpu.compat import device, emits, ir
 from thinwire.triton_kernels.cpu.ir.atomics import (
     load_acquire,
@@ -250,14 +251,21 @@ def poison(own, status, epoch, phase):
 def run_wait(kernel: Callable[[int, int], int], timeout: float, grace: float) -> int:
     """How a wait ends: what `kernel(deadline, limit)` says, in nanoseconds, after as many slices of time as it takes.
 
-    Python's signal handlers run meanwhile.
+    Python's signal handlers run meanwhile, and peers that compile are waited for, see `thinwire.first_run`.
     """
-    deadline, limit = time.monotonic_ns() + min(int(timeout * 1e9), _LONGEST_NS), 0
-    while True:
-        ended = kernel(deadline, limit)
+    # The first slice has no deadline: the kernel may have to be compiled or loaded, and that is no time of the peers'.
+    spent, limit = SLICE_NS / 1e9, 0
+    ended = kernel(_LONGEST_NS, 0) if timeout > spent else PAUSED
+    if ended == ARRIVED:
+        return ended
+    deadline = Deadline(timeout, time.monotonic() + timeout - spent if timeout > spent else None)
+    while ended in (PAUSED, GIVING_UP):
+        at = min(int(deadline.at * 1e9), _LONGEST_NS)
         if ended == GIVING_UP and limit == 0:
             # Who leaves early, because of another's report, still gives the others all the time that it had itself: a
             # live rank that is late by less than the timeout is then not named.
-            limit = max(deadline, time.monotonic_ns()) + min(int(grace * 1e9), _LONGEST_NS)
-        elif ended not in (PAUSED, GIVING_UP):
-            return ended
+            limit = max(at, time.monotonic_ns()) + min(int(grace * 1e9), _LONGEST_NS)
+        elif limit == 0 and deadline.look():
+            continue
+        ended = kernel(at, limit)
+    return ended

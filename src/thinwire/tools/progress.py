@@ -17,7 +17,8 @@ from types import TracebackType
 from typing import TextIO
 
 _TURN_SECONDS = 0.1  # between looks at the file
-_REPEAT_SECONDS = 4.0  # without news, elsewhere than on a terminal
+_REPEAT_SECONDS = 4.0  # without news, elsewhere than on a terminal; then twice that, and so on
+_MOST_REPEAT_SECONDS = 60.0
 _WIDTH = 30
 
 
@@ -75,7 +76,7 @@ class Progress:
         self._ended = contextlib.ExitStack()
         self._told: TextIO | None = None  # the ranks' file, once there is one
         self._taking = threading.Lock()
-        self._text, self._now, self._steps, self._done, self._shown = "", "", 0, 0, 0.0
+        self._text, self._now, self._steps, self._done, self._shown, self._pause = "", "", 0, 0, 0.0, _REPEAT_SECONDS
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="thinwire progress", daemon=True)
 
@@ -119,7 +120,7 @@ class Progress:
         if not steps:
             self._now = f": {text}"
             return
-        self._text, self._now, self._steps, self._done = text, "", int(steps), 0
+        self._text, self._now, self._steps, self._done, self._pause = text, "", int(steps), 0, _REPEAT_SECONDS
         if not self._moves:
             self._show(self._text)
 
@@ -136,7 +137,8 @@ class Progress:
             # Of a line that wraps, only the last row would be written over.
             room = shutil.get_terminal_size().columns - 1 - len(seconds)
             self._write("\r\033[K" + f"{self._bar()}{self._text}{self._now}"[:room] + seconds)
-        elif self._text and now - self._shown >= _REPEAT_SECONDS:
+        elif self._text and now - self._shown >= self._pause:
+            self._pause = min(2 * self._pause, _MOST_REPEAT_SECONDS)
             self._show("  still at it" + (f", {self._done} of {self._steps}" if self._steps else "") + self._now)
 
     def _show(self, text: str) -> None:

@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -15,6 +18,7 @@ from typing import Any
 from thinwire.tools.doctor import gpus, host, software
 from thinwire.tools.doctor.finding import Finding
 
+_MOST_BETWEEN_LINES = 45.0  # seconds, of a process that compiles
 _REPORT = "please report this, with the output of: {}"
 PROBES: dict[str, tuple[Callable[[], Iterator[Finding]], ...]] = {
     "software": (software.versions, software.settings, software.caches),
@@ -38,21 +42,55 @@ def look(name: str, seconds: float) -> list[Finding]:
 def run_lines(command: list[str], seconds: float) -> tuple[list[dict[str, Any]], str]:
     """The lines of JSON that a program prints, and how it ended if that was not well; a hung one is killed."""
     try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = Process(command)
     except OSError as error:
         return [], f"could not be started: {error.strerror}"
     return read_lines(process, seconds)
 
 
-def read_lines(process: subprocess.Popen[bytes], seconds: float) -> tuple[list[dict[str, Any]], str]:
-    """The same of one that runs."""
-    ending = ""
+class Process(subprocess.Popen[bytes]):
+    """Shows at once what thinwire says on standard error, such as that it compiles; keeps the last line there."""
+
+    last_shown = -math.inf  # by any of them
+
+    def __init__(self, command: list[str], env: dict[str, str] | None = None) -> None:
+        pipe = subprocess.PIPE
+        super().__init__(command, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
+        self._errors, self.stderr = self.stderr, None  # `communicate` would take them
+        self._last = b"nothing"
+        self._shows = threading.Thread(target=self._show, name="thinwire doctor", daemon=True)
+        self._shows.start()
+
+    def _show(self) -> None:
+        assert self._errors is not None
+        with self._errors as lines:
+            for line in lines:
+                self._last = line.strip() or self._last
+                if line.startswith(b"thinwire: "):
+                    Process.last_shown = time.monotonic()
+                    over = "\r\033[K" if sys.stderr.isatty() else ""
+                    print(over + line.decode(errors="replace").rstrip(), file=sys.stderr, flush=True)
+
+    def last_line(self) -> str:
+        """Of one that has ended."""
+        self._shows.join()
+        return self._last.decode(errors="replace")
+
+
+def read_lines(process: Process, seconds: float) -> tuple[list[dict[str, Any]], str]:
+    """The same of one that runs. While any says that it compiles, that is no time of theirs."""
+    ending, limit = "", seconds
     try:
-        output, errors = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, errors = process.communicate()
-        ending = f"did not come back within {seconds:g} s and was ended"
+        while True:
+            try:
+                output = process.communicate(timeout=limit)[0]
+                break
+            except subprocess.TimeoutExpired:
+                limit = Process.last_shown + _MOST_BETWEEN_LINES - time.monotonic()
+                if limit <= 0 and not ending:
+                    process.kill()
+                    ending = f"did not come back within {seconds:g} s and was ended"
+                limit = max(limit, 1.0)
     finally:
         process.kill()  # where Ctrl-C ended the wait; nothing is done to one that has ended
     told = []
@@ -62,9 +100,8 @@ def read_lines(process: subprocess.Popen[bytes], seconds: float) -> tuple[list[d
         except ValueError:
             continue  # some library's own words
     if not ending and process.returncode:
-        said = errors.decode(errors="replace").strip().splitlines()[-1:] or ["nothing"]
         how = f"was killed by signal {-process.returncode}" if process.returncode < 0 else "failed"
-        ending = f"{how}, saying: {said[0][:200]}"
+        ending = f"{how}, saying: {process.last_line()[:200]}"
     return told, ending
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
 import sys
 import time
 from typing import Any
 
 from thinwire.tools.doctor import posix
 from thinwire.tools.doctor.finding import Finding
-from thinwire.tools.doctor.probe import read_lines, run_lines
+from thinwire.tools.doctor.probe import Process, read_lines, run_lines
 
 STEPS = ("meeting", "shared memory", "transport", "round", "all-reduce")
 #: What to do about a message, by words that are in it.
@@ -62,16 +61,13 @@ def examine_processes(device: str, ranks: int, seconds: float) -> list[Finding]:
             return [Finding("problem", "meeting", text, _BY_STEP["meeting"])]
         port = listener.getsockname()[1]
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "THINWIRE_FLIGHT_RECORDER": "off"}
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[Process] = []
     lines: list[dict[str, Any]] = []
     endings = []
     try:
         for rank in range(ranks):
             command = [sys.executable, "-m", "thinwire.tools.doctor.one_rank", device, str(rank), str(ranks)]
-            pipe = subprocess.PIPE
-            processes.append(
-                subprocess.Popen(command, env=os.environ | where, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
-            )
+            processes.append(Process(command, os.environ | where))
         deadline = time.monotonic() + seconds
         for rank, process in enumerate(processes):
             told, ending = read_lines(process, max(0.1, deadline - time.monotonic()))
