@@ -7,29 +7,31 @@ import logging
 import os
 import secrets
 import weakref
-from collections.abc import Iterable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from thinwire.comm.agreement.meeting import gloo_on_loopback
+from thinwire.comm.agreement.meeting import gloo_over
 from thinwire.comm.agreement.standby import Standby, join, resolve_quorum
 from thinwire.comm.environment import environment_problem, require_usable
 from thinwire.comm.exact.collectives import Collectives
 from thinwire.comm.exchange import Exchange, PeerExchange, name_ranks
 from thinwire.comm.groups import (
+    DEFAULT_TIMEOUT,
     as_device,
     choose_backend,
     endless_in_children,
     group_exists,
     keeps_order,
+    limit_of_group,
     member_group,
     new_group,
     renew_default_group,
     standalone_group,
+    timeout_of,
     with_index,
 )
 from thinwire.comm.host_collectives import Origin, describe_mismatch
@@ -44,15 +46,14 @@ from thinwire.triton_kernels.cpu import BACKEND_VARIABLE
 from thinwire.version import VERSION
 from thinwire.wire import WIRE_VERSION
 
-#: Seconds that a peer may stay silent.
-DEFAULT_TIMEOUT = 30.0
+_T = TypeVar("_T")
 
 
 class Settings(NamedTuple):
     """What a communicator hands on to those that are made from it, and what `init` is asked for."""
 
     device: torch.device | str | None = None
-    timeout: float = DEFAULT_TIMEOUT
+    timeout: float | None = None
     quorum: str | None = None
 
 
@@ -67,7 +68,8 @@ class Communicator(Collectives):
         device: where this rank's tensors live. None means CUDA's current device when the group has NCCL and CUDA is
             available, else the CPU. A CUDA device over a Gloo group may compare settings and synchronise, but
             `post` then takes CPU memory only.
-        timeout: seconds that a call may wait for a peer; None means 30.
+        timeout: seconds that a call may wait for a peer; None means the process group's own limit, which is 600 for
+            NCCL and 1800 for Gloo if whoever made it does not say.
         quorum: which ranks may go on when others are lost. "majority": more than half of those whose processes are not
             known to have ended, so that the two halves of a cut network do not both go on. "any": any two, or one alone
             if at most one other may be alive. None means "any". It has no effect on ranks that are threads.
@@ -103,13 +105,15 @@ class Communicator(Collectives):
         _store: dist.Store | None = None,
     ) -> None:
         group_source = "torch.distributed's default group" if group is None else "the process group that was passed"
-        timeout, problem, self.quorum = _checked_timeout(timeout), environment_problem(), resolve_quorum(quorum)
+        checked, problem, self.quorum = _checked_timeout(timeout), environment_problem(), resolve_quorum(quorum)
         if group is not None and _store is not None:  # a standalone group
             backend, chosen, device_reason = "gloo", torch.device(device or "cpu"), "as passed"
         else:
             group = member_group(group)
             backend, chosen, device_reason = choose_backend(group, device)
-        exchange = PeerExchange(endless_in_children(group), backend, timeout)
+        if timeout is None and not (_origin is not None and _origin.owns_group):
+            checked = timeout_of(group, backend)
+        exchange = PeerExchange(endless_in_children(group), backend, checked)
         self._set_up(exchange, chosen, _origin or Origin(group_source, device_reason), group, recorded=problem is None)
         self._store, self._is_standalone = _store, _store is not None
         self._renews_default = self._origin.owns_group and group is dist.group.WORLD
@@ -139,8 +143,8 @@ class Communicator(Collectives):
                 require_usable([problem])
             with self.recorder.begin("Communicator"):
                 if self.size > 1:
-                    self._standby = Standby.open(self.rank, gather, timeout, self.quorum)
-                    exchange.agree = self._standby.agree
+                    self._standby = Standby.open(self.rank, gather, checked, self.quorum)
+                    exchange.agree, exchange.find_ended = self._standby.agree, self._standby.find_ended
                 self.recorder.communicator = secrets.token_hex(8) if self._standby is None else self._standby.name
             self._log_facts()
         except BaseException:
@@ -164,14 +168,14 @@ class Communicator(Collectives):
         Args:
             world: the state that the ranks share; made for them alone.
             device: where the tensors of all ranks live: "cpu", or one GPU.
-            timeout: seconds that a call may wait for a peer; None means 30.
+            timeout: seconds that a call may wait for a peer; None means 600.
             quorum: see the constructor.
 
         >>> from thinwire.comm.threads import ThreadWorld
         >>> Communicator.of_threads(ThreadWorld(2))[1]
         Communicator(rank=1, size=2, device='cpu', backend='threads')
         """
-        timeout, problem = _checked_timeout(timeout), environment_problem()
+        checked, problem = _checked_timeout(timeout), environment_problem()
         if problem is not None:
             raise ArgumentError(problem)
         chosen = with_index(as_device(device))
@@ -181,7 +185,7 @@ class Communicator(Collectives):
         for rank in range(world.size):
             comm = cls.__new__(cls)
             comm.quorum = resolve_quorum(quorum)
-            exchange = ThreadExchange(world, rank, timeout, chosen)
+            exchange = ThreadExchange(world, rank, checked, chosen)
             comm._set_up(exchange, chosen, Origin("the threads of one process", "as passed"), None)
             comm.recorder.communicator, comm.recorder.end = world.identity, weakref.WeakMethod(comm.end_by)
             comm._log_facts()
@@ -225,12 +229,14 @@ class Communicator(Collectives):
             "a split of another communicator",
             "as that one's",
             owns_group=not self._leaves_ranks_out,
-            on_loopback=self._origin.on_loopback,
+            interface=self._origin.interface,
         )
         with self.call("split", details=("groups", len(wanted))):
             self.require_same("split", {"groups": repr(wanted)})
             try:
-                return self._derive(wanted, self.settings, origin)
+                made = self._derive(wanted, self.settings, origin)
+                self._exchange_rows(torch.zeros(self.size, 1, dtype=torch.uint8, device="cpu"), "split")
+                return made  # nobody leaves, and takes the store along, before all groups are made
             except Exception as error:  # torch's, of a group that a signal handler's close() has ended meanwhile
                 if not self.closed or isinstance(error, ThinwireError):
                     raise
@@ -264,15 +270,20 @@ class Communicator(Collectives):
                 "a new group: name the axes in the order of the layout, or list the ranks of each group in ascending "
                 "order"
             )
-        limit = self._connect_limit(settings.timeout)
+        limit = limit_of_group(self._exchange.backend, settings.timeout or self.timeout)
         # Where the default group is wider, its other ranks do not come here, so only members may take part.
         local = self._leaves_ranks_out
-        with gloo_on_loopback(origin.on_loopback):
-            new_groups = {
+
+        def make() -> dict[tuple[int, ...], dist.ProcessGroup]:
+            return {
                 group: new_group(members, self.group, limit, local=local)
                 for group, members in everyone.items()
                 if group == own or not local
             }
+
+        with gloo_over(origin.interface):  # NCCL goes by the thread's device
+            on_nccl = self._exchange.backend == "nccl"
+            new_groups = make() if on_nccl else self._join(make, own, settings.timeout)
         try:
             return Communicator(new_groups[own], **settings._asdict(), _origin=origin)
         except BaseException:
@@ -284,15 +295,21 @@ class Communicator(Collectives):
         assert self._store is not None
         self._num_derived += 1
         store = dist.PrefixStore(f"{self._num_derived} {own}", self._store)
-        place, limit = own.index(self.rank), self._connect_limit(settings.timeout)
-        with gloo_on_loopback(origin.on_loopback):
-            group = join(lambda: standalone_group(store, place, len(own), limit), settings.timeout, name_ranks(own))
+        place, limit = own.index(self.rank), limit_of_group("gloo", settings.timeout or self.timeout)
+        with gloo_over(origin.interface):
+            group = self._join(lambda: standalone_group(store, place, len(own), limit), own, settings.timeout)
         return Communicator(group, **settings._asdict(), _origin=origin, _store=store)
 
-    def _connect_limit(self, timeout: float) -> timedelta:
-        """What a new process group is given, if calls over it wait for `timeout` seconds."""
-        # NCCL's own watchdog ends the process; it must not fire before a host call has raised PeerTimeout.
-        return timedelta(seconds=timeout * (2 if self._exchange.backend == "nccl" else 1))
+    def _join(self, make: Callable[[], _T], ranks: Sequence[int], timeout: float | None) -> _T:
+        """What ranks make together, or PeerTimeout, at once if one of them ends meanwhile."""
+
+        def look() -> None:
+            ended = self._exchange.find_ended(ranks)
+            if ended:
+                text = f"{name_ranks(ended)} ended while a group of {name_ranks(ranks)} was made"
+                raise PeerTimeout(f"rank {self.rank} of {self.size}: {text}", ranks=ended)
+
+        return join(make, self.timeout if timeout is None else timeout, name_ranks(ranks), look)
 
     @property
     def voters(self) -> Exchange | None:
@@ -372,7 +389,8 @@ class Communicator(Collectives):
         return set(ranks)
 
     def _shrink_group(self, lost: set[int]) -> Communicator:
-        backend, limit = self._exchange.backend, self._connect_limit(self.timeout)
+        backend = self._exchange.backend
+        limit = limit_of_group(backend, self.timeout)
         if backend == "nccl" and not self._renews_default:
             raise TransportUnavailable(
                 "over NCCL only a communicator whose process group thinwire.init made can be shrunk; make a new group, "
@@ -385,7 +403,7 @@ class Communicator(Collectives):
             f"{self._origin.ranks}; shrunk from {self.size} ranks to {name_ranks(meeting.members)}",
             self._origin.device,
             owns_group=True,
-            on_loopback=self._origin.on_loopback,
+            interface=self._origin.interface,
         )
         made: Communicator | None = None
         problem: ThinwireError | None = None
@@ -394,11 +412,11 @@ class Communicator(Collectives):
             if self._renews_default:
                 if backend == "nccl":
                     self.group.abort()  # kernels that wait for the lost would keep it from ending
-                with gloo_on_loopback(origin.on_loopback):
+                with gloo_over(origin.interface):
                     meeting.make(lambda store: renew_default_group(store, backend, place, size, limit, self._device))
                 made = Communicator(**kept, _origin=origin)
             else:
-                with gloo_on_loopback(origin.on_loopback):
+                with gloo_over(origin.interface):
                     store, group = meeting.make(lambda store: (store, standalone_group(store, place, size, limit)))
                 made = Communicator(group, **kept, _origin=origin, _store=store)
         except ThinwireError as error:

@@ -7,10 +7,10 @@ What the two backends of process groups do, and what follows from it:
   success. The tag of every message here is therefore made from its length, its place in the sequence of its pair and
   what the caller says it is: ranks that disagree do not match, and both get
   `thinwire.errors.PeerTimeout`. A wait that times out closes the connections to all peers, so nothing can be
-  exchanged afterwards. A lost connection is reported at once, and leaves those to the other peers alone. So a rank
-  that gave up looks to its peers like one that died, and who is lost they have to agree on. What a wait was given as
-  its limit stays, while a peer may compile for longer: so waits get none, and at the `Deadline` another one, for a
-  message that nobody sends, times out.
+  exchanged afterwards. A lost connection is reported at once, and leaves those to the other peers alone; the rank
+  that finds it ends these as well, as peers may be waiting for it. So a rank that gave up looks to its peers like one
+  that died, and who is lost they have to agree on. What a wait was given as its limit stays, while a peer may compile
+  for longer: so waits get none, and at the `Deadline` another one, for a message that nobody sends, times out.
 - **NCCL** ignores tags and puts a batch on a stream of its own; `Posted.wait` orders the current stream after it.
 """
 
@@ -39,6 +39,8 @@ Buffers = Sequence[Tensor | None]
 #: Of what goes to each rank, and of what comes from there.
 Sizes = tuple[Sequence[int], Sequence[int]]
 
+#: What a PeerTimeout ends with whose limit was reached.
+ADVICE = "; pass timeout= to tw.init (or Communicator, ExpertParallel) if a rank may be away for longer"
 POLL_SECONDS = 20e-6
 _UNENDING_SECONDS = 1e9
 _LOSS_GRACE = 0.5  # seconds that the others get once one connection is lost
@@ -102,6 +104,9 @@ class Exchange(ABC):
         backend: its name, for people and for what depends on it.
         device_types: whose memory it moves.
     """
+
+    #: Gives those of some ranks whose processes have ended, as far as can be seen, and any that all agree are lost.
+    find_ended: Callable[[Iterable[int]], list[int]] = staticmethod(lambda ranks: [])
 
     def __init__(self, rank: int, size: int, timeout: float, backend: str, device_types: Sequence[str]) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
@@ -272,6 +277,8 @@ class PeerExchange(Exchange):
             self._complete_batch(posted, block_host)
         else:
             self._complete_each(posted)
+        if posted._dropped:  # by a signal handler or another thread
+            raise ThinwireError("the communicator was closed while this exchange was under way")
         self._waited.pop(posted, None)
         self._outstanding.pop(posted, None)
         posted._buffers, posted._works, posted._waiting = (), [], None
@@ -291,6 +298,7 @@ class PeerExchange(Exchange):
                 continue
             silent = failed._waiting.result(self._waiter, posted._deadline, self._expire)
             if failed._lost:
+                self._expire()  # peers may wait for this rank's part of a call, which does not come
                 raise self._fail(
                     f"lost the connection to {name_ranks(failed._lost)}, which ended or gave up waiting",
                     failed._lost,
@@ -302,6 +310,7 @@ class PeerExchange(Exchange):
                     "number of bytes",
                     silent,
                     silent,
+                    ADVICE,
                 )
 
     def _expire(self) -> None:
@@ -338,6 +347,7 @@ class PeerExchange(Exchange):
                         f"the exchange with {name_ranks(posted._peers)} was not done within {self.timeout:g} s: "
                         "at least one of them is stuck, gone, or expecting another number of bytes",
                         {},
+                        advice=ADVICE,
                     )
                 time.sleep(POLL_SECONDS)
             for _, work in posted._works:
@@ -345,12 +355,14 @@ class PeerExchange(Exchange):
         except dist.DistError as error:
             raise self._fail(f"the exchange with {name_ranks(posted._peers)} failed", {self.rank: error}) from error
 
-    def _fail(self, reason: str, errors: dict[int, RuntimeError], ranks: Iterable[int] = ()) -> PeerTimeout:
+    def _fail(
+        self, reason: str, errors: dict[int, RuntimeError], ranks: Iterable[int] = (), advice: str = ""
+    ) -> PeerTimeout:
         """The error of a group that is of no use from now on. `ranks` are missed here; NCCL does not say who is."""
         cause = next(iter(errors.values()), None)
         text = f"rank {self.rank} of {self.size}: {reason}" + (f" ({first_line(cause)})" if cause else "")
         ranks, text = self.end(ranks, text)
-        failure = PeerTimeout(text, ranks=ranks)
+        failure = PeerTimeout(text + advice, ranks=ranks)
         failure.__cause__ = cause
         return failure
 
@@ -388,7 +400,7 @@ def _expire(group: dist.ProcessGroup) -> None:
     """Ends all waits under way: one that times out closes the connections to all peers."""
     for peer in {*range(group.size())} - {group.rank()}:
         with contextlib.suppress(RuntimeError):  # it times out, or this peer's connection is lost
-            group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NO_MESSAGE).wait(_SHORTEST_WAIT)
+            group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _NO_MESSAGE).wait(_SHORTEST_WAIT)
 
 
 def _num_bytes(buffer: Tensor | None) -> int:

@@ -15,12 +15,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from thinwire.comm.tensors import MOST_SECONDS
 from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError, TransportUnavailable
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _T = TypeVar("_T")
+
+#: Seconds that ranks wait for each other, unless a caller or a process group says otherwise.
+DEFAULT_TIMEOUT = 600.0
+#: Seconds more that peers get in a call whose kernels a rank on CUDA had to compile or load, as they may have to, too.
+COMPILE_SECONDS = 120.0
+
 _with_threads: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -109,6 +116,25 @@ def as_device(device: object) -> torch.device:
         return torch.device(device)  # type: ignore[call-overload]
     except (RuntimeError, TypeError, ValueError) as error:
         raise ArgumentError(f"device is {device!r}, expected a torch.device or its name: {error}") from None
+
+
+def timeout_of(group: dist.ProcessGroup, backend: str) -> float:
+    """Seconds that a process group's own calls wait."""
+    found = group._get_backend(torch.device("cuda" if backend == "nccl" else "cpu"))
+    found = getattr(found, "wrapped_pg", found)  # as TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+    return min(float(found.options._timeout.total_seconds()), MOST_SECONDS)
+
+
+def limit_of_group(backend: str, timeout: float) -> timedelta:
+    """What a group gets as its own limit, over which calls wait for `timeout` seconds.
+
+    NCCL's watchdog ends the process once something has been queued for so long. So that is longer than two waits, one
+    behind the other, of kernels that were compiled for it and gave their peers a second more, and no less than torch's
+    own default, as the caller's collectives count as well.
+    """
+    if backend != "nccl":
+        return timedelta(seconds=timeout)
+    return timedelta(seconds=max(DEFAULT_TIMEOUT, 2 * (timeout + COMPILE_SECONDS + 1.0)))
 
 
 def choose_backend(group: dist.ProcessGroup, device: torch.device | str | None) -> tuple[str, torch.device, str]:

@@ -61,7 +61,7 @@ class Origin:
     ranks: str
     device: str
     owns_group: bool = False
-    on_loopback: bool = False  # all ranks are known to be on this host
+    interface: str | None = None  # for connections of groups made from this one, if one was chosen
 
 
 class HostCollectives(Calls, ABC):
@@ -225,7 +225,11 @@ class HostCollectives(Calls, ABC):
         if self._closed:
             self.require_open()
         if self._unfinished:  # what uses an attachment waits for peers, which may wait for these
-            self._settle_collectives()
+            self.recorder.take_turn()
+            try:
+                self._settle_collectives()
+            finally:
+                self.recorder.end_turn()
         attachment = self._attachments.get(key)
         if attachment is None and make is not None:
             attachment = self._attachments[key] = make()

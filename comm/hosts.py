@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import platform
+import socket
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
 #: Names this rank's host, in place of what the system says.
 VARIABLE = "THINWIRE_HOST"
 _MOST_TEXT = 100
+_GET_ADDRESS = 0x8915  # Linux's SIOCGIFADDR
 
 #: The ranks of each host, ascending; hosts by their first ranks.
 Hosts = tuple[tuple[int, ...], ...]
@@ -20,7 +25,7 @@ def host_name() -> str:
 
     Processes that do not see each other's numbers are on different hosts, as they cannot map each other's memory.
     """
-    return os.environ.get(VARIABLE) or system_name()
+    return os.environ.get(VARIABLE, "").strip() or system_name()
 
 
 def system_name() -> str:
@@ -34,7 +39,7 @@ def system_name() -> str:
 
 def name_problem() -> str | None:
     """What is wrong with THINWIRE_HOST, and what is accepted; None: nothing."""
-    name = os.environ.get(VARIABLE) or ""
+    name = os.environ.get(VARIABLE, "").strip()
     if len(name) > _MOST_TEXT or not name.isprintable():
         return f"{VARIABLE} is {name[:40]!r}, expected a name of at most {_MOST_TEXT} printable characters"
     return None
@@ -64,6 +69,48 @@ def forwarder(hosts: Hosts, rank: int, host: int) -> int:
         return rank
     place = next(members.index(rank) for members in hosts if rank in members)
     return hosts[host][place % len(hosts[host])]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host leads no further than where it is read: a loopback address, or "localhost".
+
+    Other names are not looked up. A host's own name may lead to 127.0.1.1 on that host, and to it from all others.
+
+    >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "10.0.0.1", "node7")]
+    [True, True, True, False, False]
+    """
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def facing_address(host: str) -> str:
+    """The address of this host from which it reaches another one, or OSError. Nothing is sent."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]  # the port is of no account
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # of a datagram's socket: it is only routed
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """The name of this host's network interface that has an address; None where none is known by it."""
+    names = [name for _, name in socket.if_nameindex()]
+    if is_loopback(address):
+        return next((name for name in ("lo", "lo0") if name in names), None)
+    if ":" in address:
+        wanted, table = ipaddress.ip_address(address.partition("%")[0]).packed.hex(), Path("/proc/net/if_inet6")
+        lines = map(str.split, table.read_text().splitlines() if table.exists() else ())
+        return next((fields[-1] for fields in lines if fields[0] == wanted), None)
+    with contextlib.suppress(ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        import fcntl  # not on Windows
+
+        for name in names:
+            with contextlib.suppress(OSError):  # it has none
+                found = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
 
 
 def describe(hosts: Hosts) -> str:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.agreement.verdict import LOOK_SECONDS, ReportTime, verdict_at
-from thinwire.comm.exchange import POLL_SECONDS, Exchange, Posted, Sizes, name_ranks
+from thinwire.comm.exchange import ADVICE, POLL_SECONDS, Exchange, Posted, Sizes, name_ranks
 from thinwire.errors import PeerTimeout, ThinwireError
 from thinwire.first_run import Deadline
 
@@ -202,7 +202,7 @@ class ThreadWorld:
             text += f"; it was {name_ranks(to_blame)} that did not wait for others"
         text = f"rank {rank} of {self.size}: {text}"
         self.leave(rank, text, to_blame=to_blame)
-        return PeerTimeout(text, ranks=to_blame)
+        return PeerTimeout(text + ADVICE, ranks=to_blame)
 
 
 class _Departure(NamedTuple):

@@ -17,11 +17,19 @@ _T = TypeVar("_T")
 _EXPIRE_AGAIN_SECONDS = 1.0
 
 
-def call_within(seconds: float, call: Callable[[], _T]) -> _T:
+#: Seconds between two looks at whether peers that are waited for have ended.
+LOOK_SECONDS = 1.0
+
+
+def call_within(seconds: float, call: Callable[[], _T], look: Callable[[], None] = lambda: None) -> _T:
     """What the call returns or raises, if it ends in time.
 
     A store's client waits for a server that is stopped, or is none, without a look at its own limit, in the constructor
-    and in `get`. So it has a thread of its own, which is left behind then, and ends with that server.
+    and in `get`; so do Gloo's first connections. So it has a thread of its own, which is left behind then, and ends
+    with that server.
+
+    Args:
+        look: is called each second, and may raise.
 
     Raises:
         TimeoutError: it did not.
@@ -35,10 +43,15 @@ def call_within(seconds: float, call: Callable[[], _T]) -> _T:
             outcome.put((None, error))
 
     threading.Thread(target=run, name="thinwire store", daemon=True).start()
-    try:
-        result, error = outcome.get(timeout=seconds)
-    except Empty:
-        raise TimeoutError(f"no answer within {seconds:g} s") from None
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            result, error = outcome.get(timeout=max(0.0, min(LOOK_SECONDS, end - time.monotonic())))
+            break
+        except Empty:
+            if time.monotonic() >= end:
+                raise TimeoutError(f"no answer within {seconds:g} s") from None
+        look()
     if error is not None:
         raise error
     value: _T = result

@@ -88,8 +88,8 @@ def all_reduce_hook(state: AllReduceState, bucket: dist.GradBucket) -> torch.fut
     if gradients.layout is not torch.strided:
         raise ArgumentError(
             f"bucket {bucket.index()} of DistributedDataParallel has gradients of layout {gradients.layout}, such as "
-            "those of nn.Embedding(sparse=True), and all_reduce_hook takes dense ones: pass sparse=False there, or have "
-            "_set_params_and_buffers_to_ignore_for_model leave that parameter to you"
+            "those of nn.Embedding(sparse=True), and all_reduce_hook takes dense ones: pass sparse=False there, or "
+            "have _set_params_and_buffers_to_ignore_for_model leave that parameter to you"
         )
     wire, comm = resolve_wire(state.wire), state.comm
     require_float(gradients, wire, "all_reduce_hook")

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import numpy as np
 import torch
 
 from thinwire.comm.calls import Attachment
-from thinwire.comm.exchange import Exchange, name_ranks
+from thinwire.comm.exchange import ADVICE, Exchange, name_ranks
+from thinwire.comm.groups import COMPILE_SECONDS
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.comm.work import without_traceback
 from thinwire.errors import PeerTimeout, ThinwireError
+from thinwire.triton_kernels.end import End
 from thinwire.triton_kernels.leg_layout import SIGNATURE_WORDS, Endpoint, LegLayout
 from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
@@ -37,15 +40,13 @@ from thinwire.triton_kernels.signal import (
 #: Seconds that peers get to say that they are stuck as well, where the ranks vote on who is lost after that.
 _GRACE_BEFORE_VOTE = 0.25
 
-#: Seconds more that peers get in a call whose kernels this rank had to compile or load, as they may have to as well.
-_COMPILE_SECONDS = 120.0
-
 #: What is said of a call that the end of its communicator has cut off.
 CLOSED = "the communicator was closed while this call was under way"
 
 #: What is said of a call that is captured, and was never made.
 BEFORE_CAPTURE = "make a call like this one before a CUDA graph of it is captured, on every rank"
 
+_E = TypeVar("_E", bound=End)
 _load_lock = threading.Lock()
 _GLANCE_SECONDS = 1e-4  # between two looks at how far other threads are
 _CLOSED = -1  # among a rank's calls, which are counted by lane
@@ -83,7 +84,8 @@ class DirectTransport(Attachment):
         members, size: what the communicator calls the memory's ranks, and how many it has.
     """
 
-    name, reason, lack = "direct", "", None  # as a `Transport`
+    name, reason = "direct", ""  # as a `Transport`
+    lack: type[ThinwireError] | None = None
     #: What a report's phases are called, and what it counts.
     phases: tuple[str, ...] = ()
     counted = "call"
@@ -215,10 +217,22 @@ class DirectTransport(Attachment):
 
     def wait_seconds(self, lane: int = 0) -> float:
         """How long a wait of a lane's call may last: `timeout`, and longer where its kernels had to be loaded."""
-        return self.timeout + (_COMPILE_SECONDS if lane in self._loading else 0.0)
+        return self.timeout + (COMPILE_SECONDS if lane in self._loading else 0.0)
 
     # -----------------------------------------------------------------------------------------------------------------
     # What went wrong
+
+    def find_ended(self, peers: Sequence[int]) -> list[int]:
+        """Of some of the memory's ranks those whose processes have ended, and any that the ranks agree are lost."""
+        if self._voters is None:
+            return []
+        ended = self._voters.find_ended([self.members[peer] for peer in peers])
+        return [peer for peer, rank in enumerate(self.members) if rank in ended]
+
+    def watched(self, end: _E) -> _E:
+        """The end of some memory, whose kernels ask this about its peers."""
+        this = weakref.ref(self)  # which has the end
+        return replace(end, find_ended=lambda peers: [] if (found := this()) is None else found.find_ended(peers))
 
     def require_usable(self) -> None:
         """Raises what keeps this end from being used, and what kernels reported since the last call."""
@@ -265,6 +279,7 @@ class DirectTransport(Attachment):
         to_blame, missing, said = (dict(zip(ranks, told, strict=True)) for told in words)
         blamed = [rank for rank in ranks if to_blame[rank] and rank not in stuck]
         left = [rank for rank in ranks if said[rank] == SAID_LEFT]
+        blamed = left or blamed  # whoever is silent may still have had time
         silent = [rank for rank in blamed if rank not in left]
         on_us = [rank for rank in ranks if said[rank] == SAID_STUCK_ON_YOU]
         gave_up = {*stuck, *(rank for rank in ranks if said[rank] == SAID_STUCK)} - {own, *on_us, *left}
@@ -275,7 +290,7 @@ class DirectTransport(Attachment):
             limit = f"{self.wait_seconds(lane or 0):g} s"
             found.append(f"no answer from {name_ranks(silent)} within {limit}: stuck, gone, or not in this call")
         if left:
-            found.append(f"{name_ranks(left)} closed the communicator in the middle of a call")
+            found.append(f"{name_ranks(left)} ended, or closed the communicator in the middle of a call")
         if on_us:
             found.append(f"{name_ranks(on_us)} waited for this rank for too long and gave up")
         if late and not found:
@@ -285,6 +300,7 @@ class DirectTransport(Attachment):
         where = f"{self.counted} {epoch}" + ("" if lane is None else f" on lane {lane}")
         text = f"rank {own} of {self.size}, waiting for {name_ranks(waited_for)} in {where}, {phase}"
         lost, text = self.agree(blamed, f"{text}: {'; '.join(found)}{advice}")
+        text += ADVICE if silent else ""
         return PeerTimeout(text, ranks=lost, lane=lane, epoch=epoch, phase=phase)
 
     def agree(self, blamed: Sequence[int], text: str) -> tuple[tuple[int, ...], str]:
@@ -351,6 +367,7 @@ class LegTransport(DirectTransport):
         self.layout = layout
         # Kernels find the second one given up and do nothing; it is for those that are only compiled and loaded.
         self._end, self._idle = (Endpoint.of(layout, rank, memory.local, memory.buffer_ptrs) for _ in range(2))
+        self._end = self.watched(self._end)
         self._idle.control[CONTROL_STATUS] = TIMED_OUT
         self.report = self._end.report.numpy()
         self.finish_stream()  # what was zeroed here is used on any stream

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from array import array
 from typing import Any
 
@@ -22,7 +23,14 @@ from thinwire.fused.counts import Segments
 from thinwire.fused.direct_transport import CLOSED
 from thinwire.fused.row_signature import signature_of
 from thinwire.triton_kernels.leg_layout import LegLayout
-from thinwire.triton_kernels.signal import MISMATCHED, RUNNING, SIGNAL_LINE_BYTES, TIMED_OUT
+from thinwire.triton_kernels.signal import (
+    LEFT_FLAG,
+    MISMATCHED,
+    RUNNING,
+    SIGNAL_FLAG,
+    SIGNAL_LINE_BYTES,
+    TIMED_OUT,
+)
 from thinwire.wire import WireFormat
 
 _MOST_KEPT = 1024  # forms of rows
@@ -50,12 +58,13 @@ class HostChannel(Channel):
             crowded: ranks outnumber cores, and who waits keeps the awaited one from its core.
         """
         from thinwire.triton_kernels.cpu import all_to_all_v as kernels  # here, as loading numba takes a while
-        from thinwire.triton_kernels.cpu.signal import SPINS
+        from thinwire.triton_kernels.cpu.signal import LOOK_NS, SPINS, lines_of
         from thinwire.triton_kernels.cpu.team import BYTES_PER_THREAD, threads_for
 
         super().__init__(memory, layout, rank, timeout, voters)
         self.threads, self._threads_for = threads, threads_for
         self._shared_bytes = 2 * BYTES_PER_THREAD if threads > 1 else sys.maxsize
+        self._look_ns, self._lines_of = LOOK_NS, lines_of
         self._kernels, self._kernel, self._post = kernels, kernels.move, kernels.POST
         world, scalars = layout.WORLD, len(kernels.SCALARS)
         words: Any = np.zeros(scalars + len(kernels.PEERS) * world, np.int64)
@@ -212,12 +221,15 @@ class HostChannel(Channel):
             self.failure = self.timed_out(self.report)
 
     def _run(self, todo: int, num_bytes: int = 0) -> int:
-        transfer = self.under_way
+        transfer, next_look = self.under_way, time.monotonic_ns() + self._look_ns
         status, limits = self._launch(todo, num_bytes), self._peers[self._kernels.PEERS.index("limit")]
         deadline: Deadline | None = None
         while status == self._kernels.PAUSED:
             if transfer is not self.under_way:
                 return RUNNING  # a signal handler's call has ended this one
+            if (now := time.monotonic_ns()) > next_look:
+                next_look = now + self._look_ns
+                self._note_ended()
             at = limits[limits > 0].min(initial=2**62) / 1e9  # when the first of the peers' clocks runs out
             if deadline is None or deadline.at != at:
                 deadline = Deadline(self.timeout, at)
@@ -226,6 +238,12 @@ class HostChannel(Channel):
                 todo &= ~self._kernels.RESUME  # they begin anew
             status = self._launch(todo, num_bytes)
         return status
+
+    def _note_ended(self) -> None:
+        """Notes in this rank's memory, in the place of peers that it misses and that have ended, that they left."""
+        missed = np.flatnonzero(self._peers[self._kernels.PEERS.index("limit")]).tolist()
+        for peer in self.find_ended(missed):
+            self._lines_of(self._end, self.layout.STUCK)[peer, SIGNAL_FLAG] = LEFT_FLAG
 
     def _launch(self, todo: int, num_bytes: int) -> int:
         """What the kernel returns. It runs in as many threads as so many bytes of rows are worth."""

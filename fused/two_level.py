@@ -22,7 +22,7 @@ from thinwire.comm.calls import Attachment
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.hosts import describe
 from thinwire.comm.memory.symmetric import SymmetricMemory
-from thinwire.errors import CapacityError
+from thinwire.errors import CapacityError, ThinwireError
 from thinwire.fused.collective import KEY, DirectCollectives, collective_layout, collectives_over
 from thinwire.fused.counts import Segments, dense_segments
 from thinwire.fused.partition import row_elements, signature_of
@@ -79,7 +79,8 @@ class TwoLevelCollectives(Attachment):
         within: those of this rank's host.
     """
 
-    name, lack = "two_level", None
+    name = "two_level"
+    lack: type[ThinwireError] | None = None
 
     def __init__(self, comm: Communicator, within: DirectCollectives) -> None:
         self._within, self._here, self._hosts = within, within.members, comm.hosts

@@ -49,10 +49,16 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
             found[name in experts].append(parameter.grad)
 
     norm = partial(torch.linalg.vector_norm, ord=norm_type, dtype=torch.float64)
+
+    def norm_of(gradient: torch.Tensor) -> torch.Tensor:
+        """In float32 at least; float64 would take a copy of the gradient."""
+        exact = torch.promote_types(gradient.dtype, torch.float32)
+        return whole(torch.linalg.vector_norm(gradient, norm_type, dtype=exact)).to(device, torch.float64)
+
     gradients = found[False] + found[True]
     device = comm.device if comm is not None else gradients[0].device if gradients else None
     nothing = torch.zeros((), dtype=torch.float64, device=device)  # of a rank without experts
-    shared, own = (norm(torch.stack([nothing, *(whole(norm(g)).to(device) for g in found[mine])])) for mine in found)
+    shared, own = (norm(torch.stack([nothing, *(norm_of(gradient) for gradient in found[mine])])) for mine in found)
     norms = torch.stack([shared, own])
     if comm is not None:
         told = torch.empty(comm.size, 2, dtype=torch.float64, device=device)

@@ -302,7 +302,7 @@ class DirectRound(Dispatched):
     @opaque
     def gather_records(self, capacity: int) -> Records:
         """As `Dispatched` has it; in two launches with Triton's kernels, unless a gradient is wanted."""
-        if self._rounds.config.dispatch_backend.name != "triton" or self.wants_gradients:
+        if self._rounds.config.dispatch_backend.name != "triton" or self._wants_gradients:
             return super().gather_records(capacity)
         self._require_open()
         check_capacity(capacity, self._row_bytes)

@@ -72,14 +72,16 @@ class DirectLanes(DirectTransport, Rounds):
 
             self._scratch_bytes, self._ids_are_experts = _scratch_bytes(layout), ids_are_experts
         self.lanes = [
-            Lane.of(
-                layout,
-                config.wire,
-                config.combine_wire,
-                self.rank,
-                config.align,
-                memory.local[number * layout.NUM_BYTES : (number + 1) * layout.NUM_BYTES],
-                memory.buffer_ptrs + number * layout.NUM_BYTES,
+            self.watched(
+                Lane.of(
+                    layout,
+                    config.wire,
+                    config.combine_wire,
+                    self.rank,
+                    config.align,
+                    memory.local[number * layout.NUM_BYTES : (number + 1) * layout.NUM_BYTES],
+                    memory.buffer_ptrs + number * layout.NUM_BYTES,
+                )
             )
             for number in range(config.lanes)
         ]

@@ -98,7 +98,7 @@ class Dispatched(OnLane, ABC):
         return self._rounds.open_rounds[self.lane] is self
 
     @property
-    def wants_gradients(self) -> bool:
+    def _wants_gradients(self) -> bool:
         """Whether x or topk_weights wants a gradient, and autograd knows the round."""
         return self._link is not None and self._link.wants.of_tokens
 
@@ -365,7 +365,7 @@ class Dispatched(OnLane, ABC):
         if isinstance(expert_out, WireRows):
             rows = combined_records(expert_out, config.combine_wire, config.comm)
             dtypes: tuple[torch.dtype, ...] = (torch.uint8,)
-            if torch.is_grad_enabled() and self.wants_gradients:
+            if torch.is_grad_enabled() and self._wants_gradients:
                 raise RoutingError(
                     "expert_out is quantised rows, which have no gradient, and x or topk_weights wants one: give float "
                     "rows, or combine under torch.no_grad()"
@@ -406,7 +406,7 @@ class Dispatched(OnLane, ABC):
                 f"out is {out.dtype} {list(out.shape)}, strides {list(out.stride())}, neg {out.is_neg()}; contiguous "
                 f"{self._dtype} {list(shape)} is needed"
             )
-        if torch.is_grad_enabled() and (out.requires_grad or rows.requires_grad or self.wants_gradients):
+        if torch.is_grad_enabled() and (out.requires_grad or rows.requires_grad or self._wants_gradients):
             raise RoutingError("what combine fills in place has no gradient: leave out away, or call under no_grad()")
         overwrite("out", out)
         return rows

@@ -94,6 +94,8 @@ class LocalExperts(nn.ModuleDict):
             )
         require_dense("rows", rows, in_memory=False)
         require_integers("expert_counts", expert_counts)
+        if expert_counts.is_meta:
+            raise RoutingError("expert_counts are on meta, where tensors have no values; expected a tensor in memory")
         counts = expert_counts.flatten().tolist()
         fits = expert_counts.dim() == 1 and len(counts) == len(self) and min(counts, default=0) >= 0
         if not fits or rows.shape[:1] != (sum(counts),):

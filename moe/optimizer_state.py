@@ -148,13 +148,13 @@ class OptimizerState:
 
     def _small(self, states: _States) -> _States:
         """Of stand-ins: numbers as they are, and zeros instead of the rest."""
-        return {
-            name: {
-                key: value.new_zeros(_small_shape(self.parameters[name])) if value.dim() else value.detach().clone()
-                for key, value in state.items()
-            }
-            for name, state in states.items()
-        }
+
+        def small(name: str, value: torch.Tensor) -> torch.Tensor:
+            if not value.dim():
+                return value.detach().clone()
+            return torch.zeros(_small_shape(self.parameters[name]), dtype=value.dtype, device=value.device)
+
+        return {name: {key: small(name, value) for key, value in state.items()} for name, state in states.items()}
 
     def _step_stand_ins(self, groups: list[dict[str, Any]], states: _States) -> _States:
         """What the optimiser keeps of stand-ins for its parameters, after a step from these settings and states.
@@ -172,7 +172,9 @@ class OptimizerState:
             of_groups[number].append(small[name])
         another = object.__new__(kind)
         try:
-            settings = [{**group, "params": params} for group, params in zip(groups, of_groups, strict=True)]
+            # Copies, as a step may change a setting in place.
+            own_groups = [copy.deepcopy({key: group[key] for key in group.keys() - {"params"}}) for group in groups]
+            settings = [{**group, "params": params} for group, params in zip(own_groups, of_groups, strict=True)]
             torch.optim.Optimizer.__init__(another, settings, dict(optimizer.defaults))
             # What a class of the user's keeps besides, with stand-ins wherever it refers to what they stand in for.
             known: dict[int, Any] = {id(parameter): small[name] for name, parameter in self.parameters.items()}
@@ -185,10 +187,13 @@ class OptimizerState:
                 if params and f"{kind.__module__}.".startswith("torch.optim."):  # whose constructors check numbers
                     kind(params, **{key: group[key] for key in accepted & group.keys()})
             for name, stand_in in small.items():
-                stand_in.grad = torch.ones_like(stand_in)
+                can_step = stand_in.is_complex() or (stand_in.is_floating_point() and stand_in.itemsize > 1)
+                if can_step or states[name] or self.parameters[name].requires_grad:  # others are frozen
+                    stand_in.grad = torch.ones_like(stand_in)
                 if states[name]:
                     another.state[stand_in] = states[name]
-            kind.step(another)
+            with torch.random.fork_rng({each.device for each in small.values() if each.is_cuda}):
+                kind.step(another)
         except Exception as error:  # of whatever class the optimiser is
             raise CheckpointError(
                 f"{kind.__name__} with these settings cannot be stored or loaded, as a step of it for small tensors "

@@ -503,14 +503,14 @@ class ExpertParallel:
         )
 
     def __deepcopy__(self, memo: object) -> ExpertParallel:
-        """Itself: a deep copy of a layer, such as an average of its weights, has weights of its own, and shares this."""
+        """Itself: a copy of a layer, such as an average of its weights, has weights of its own, and shares this."""
         return self
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             "an ExpertParallel cannot be copied or pickled, as it holds memory that peers write to: share the object "
-            "itself, as one serves all layers of these sizes, or construct another one on all ranks; copy.deepcopy() of "
-            "a layer shares it, and save_checkpoint() saves a layer"
+            "itself, as one serves all layers of these sizes, or construct another one on all ranks; copy.deepcopy() "
+            "of a layer shares it, and save_checkpoint() saves a layer"
         )
 
     def _settle(self, lane: int) -> Rounds:

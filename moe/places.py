@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from thinwire.errors import ArgumentError, CheckpointError
+from thinwire.moe.experts import NamedByExperts
 from thinwire.moe.layer import MoELayer
 from thinwire.moe.local_experts import LocalExperts
 
@@ -48,11 +49,9 @@ def _expert_places(model: nn.Module) -> Iterator[tuple[torch.Tensor, Place]]:
         if not isinstance(module, MoELayer | LocalExperts) or module.ep is None or module.ep.comm.size == 1:
             continue
         if isinstance(module, MoELayer):
-            for part in module.experts.parameters():
-                yield (
-                    part,
-                    Place((module.num_experts, *part.shape[1:]), module.local_experts, True, module.experts.held),
-                )
+            held = next((each.held for each in module.experts.modules() if isinstance(each, NamedByExperts)), "")
+            for part in module.experts.parameters():  # the user may have wrapped them
+                yield part, Place((module.num_experts, *part.shape[1:]), module.local_experts, True, held)
         else:
             for tensor in module.state_dict(keep_vars=True).values():
                 yield tensor, Place(tuple(tensor.shape), None, True)

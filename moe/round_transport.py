@@ -30,7 +30,7 @@ class OnLane:
     _how_over: str  # once it is over, for who tries to go on with it
 
     @property
-    def wants_gradients(self) -> bool:
+    def _wants_gradients(self) -> bool:
         """Whether it is a round of which x or topk_weights wants a gradient."""
         return False
 
@@ -80,7 +80,7 @@ class Rounds:
                 left, self.open_rounds[lane] = self.open_rounds[lane], None
                 if left is not None:
                     left._how_over = OVERTAKEN
-                    if left.wants_gradients:
+                    if left._wants_gradients:
                         warnings.warn(f"lane {lane}: {FORGOTTEN}", RuntimeWarning, 2)
                 self.close_round(lane, LEFT_OPEN)
         self.open_rounds[lane] = None

@@ -138,7 +138,8 @@ class TwoLevelLanes(DirectRounds):
         to_blame, _, said = report[REPORT_PEERS:].reshape(3, self.world)
         if report[REPORT_PHASE] in self.forwarded_phases:
             for rank, taker in enumerate(self.takers):
-                if to_blame[rank] and taker not in (rank, self.rank) and not said[taker] and taker not in stuck:
+                silent = to_blame[rank] and not said[rank]
+                if silent and taker not in (rank, self.rank) and not said[taker] and taker not in stuck:
                     to_blame[rank], to_blame[taker] = 0, 1
         return super().timed_out(report, lane, stuck, advice)
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -182,7 +183,7 @@ def test_the_clock_of_a_wait_starts_when_its_own_kernel_is_compiled() -> None:
             return PAUSED
         return GAVE_UP if time.monotonic_ns() > deadline else ARRIVED
 
-    assert run_wait(kernel, 0.4, 0.0) == ARRIVED
+    assert run_wait(kernel, 0.4, 0.0, mock.Mock(), list) == ARRIVED
 
 
 def test_one_of_the_processes_of_a_parent_speaks_for_all() -> None:
@@ -255,3 +256,30 @@ def test_without_a_usable_folder_kernels_run_and_one_line_says_that_they_are_not
     assert double(1) == 2 and double(1.5) == 3.0
     line = [text for text in capsys.readouterr().err.splitlines() if "not kept" in text]
     assert len(line) == 1 and told in line[0] and "NUMBA_CACHE_DIR" in line[0], line
+
+
+def test_a_fork_in_the_middle_has_no_turn_and_is_not_at_work() -> None:
+    code = """
+import os, threading
+from thinwire import first_run
+entered, over, (read, write) = threading.Event(), threading.Event(), os.pipe()
+def work():
+    with first_run.turn("kernel", "of forks", "a test"), first_run.working("compiling"):
+        entered.set()
+        over.wait()
+thread = threading.Thread(target=work)
+thread.start()
+entered.wait()
+child = os.fork()
+if not child:
+    os.write(write, f"at work: {first_run.work_here()!r}".encode())
+    while True:
+        threading.Event().wait()
+print(os.read(read, 99).decode())
+over.set()
+thread.join()
+with first_run.turn("kernel", "of forks", "a test"):  # which waits for half an hour while the child has it
+    os.kill(child, 9)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    assert ran.stdout == "at work: ''\n"

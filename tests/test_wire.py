@@ -65,7 +65,7 @@ def test_a_name_survives_parsing_and_printing(spec: str) -> None:
     + ["INT8", " int8", "", None, 8, "int6:32", "int10:row", "int8:32+h64", "int8+h32", "int8+h64:64"],
 )
 def test_an_unknown_name_is_refused_with_what_is_accepted(spec: object) -> None:
-    with pytest.raises(WireFormatError, match="accepted: none, int8, int8:row, int8:N") as caught:
+    with pytest.raises(WireFormatError, match=r"accepted: none, int8, int8\+h64, .* int8:N") as caught:
         WireFormat.parse(spec)  # type: ignore[arg-type]
     assert isinstance(caught.value, ThinwireError) and isinstance(caught.value, ValueError)
     assert spec is None or str(spec).split(":")[0] in str(caught.value)
@@ -73,7 +73,7 @@ def test_an_unknown_name_is_refused_with_what_is_accepted(spec: object) -> None:
 
 @pytest.mark.parametrize("spec", ["none+h64", "fp8+h64", "fp8:64+h64"])
 def test_only_integers_are_rotated(spec: str) -> None:
-    with pytest.raises(WireFormatError, match="is not rotated; accepted: .*of the integer formats"):
+    with pytest.raises(WireFormatError, match="is not rotated; accepted: none, int8"):
         WireFormat.parse(spec)
     for value in (1, None, "h64"):
         with pytest.raises(WireFormatError, match="rotated of wire format 'int8' is .*; a bool is needed"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ class End:
         control: int32 [CONTROL_WORDS], zero at first, on the device.
         report: int32 [REPORT_PEERS + 3 * world], zero at first, host memory that the device can write.
         kept: what launchers look up once, for as long as the end is in use.
+        find_ended: gives those of some ranks that have ended, and any that are known to be lost; the CPU's kernels ask.
     """
 
     layout: SignalLayout
@@ -31,6 +33,7 @@ class End:
     control: torch.Tensor
     report: torch.Tensor
     kept: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
+    find_ended: Callable[[list[int]], list[int]] = field(default=lambda peers: [], kw_only=True, repr=False)
 
     def arguments(self) -> dict[str, Any]:
         """What Triton's kernels get of it, by the names of their parameters."""
@@ -49,7 +52,7 @@ def report_words(world: int) -> int:
     return REPORT_PEERS + 3 * world
 
 
-def new_words(world: int, device: torch.device) -> dict[str, torch.Tensor]:
+def new_words(world: int, device: torch.device) -> dict[str, Any]:
     """The control block and the report of an end that has not sent anything."""
     return {
         "control": torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=device),

@@ -75,10 +75,10 @@ class Boards:
 
     def __init__(self, host: str) -> None:
         self._boards: dict[str, tuple[int, Notes]] = {}  # and how many ranks it has
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # of a thread that a signal handler may interrupt
         self._listener, self._letters = _listen(host)
         self.address = Address(host, self._listener.getsockname()[1], "")
-        _sockets_of_rank.update((self._listener, self._letters))
+        sockets_of_rank.update((self._listener, self._letters))
         try:
             threading.Thread(target=self._serve, name="thinwire boards", daemon=True).start()
         except BaseException:
@@ -136,7 +136,7 @@ class Boards:
                         time.sleep(0.01)
                     else:
                         connection.setblocking(False)
-                        _sockets_of_rank.add(connection)
+                        sockets_of_rank.add(connection)
                         connections[connection] = bytearray()
                         selector.register(connection, selectors.EVENT_READ)
                     while len(connections) > _MOST_CONNECTIONS:
@@ -195,6 +195,30 @@ def ask(address: Address, name: str, size: int, key: str = "", note: list[int] |
     return notes
 
 
+def has_ended(address: Address) -> bool:
+    """Whether the process whose boards are there has ended. One that is stopped, or out of reach, has not."""
+    try:
+        socket.create_connection(address[:2], timeout=CONNECT_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+_own_boards: dict[tuple[int, str], Boards] = {}  # by process, as a fork has no thread that serves them
+_starting = threading.Lock()
+
+
+def serve(host: str) -> Boards:
+    """This process's boards at one of its addresses."""
+    with _starting:
+        key = os.getpid(), host
+        if key not in _own_boards:
+            _own_boards[key] = Boards(host)
+        return _own_boards[key]
+
+
 def leave(address: Address, name: str, key: str, note: list[int]) -> None:
     """Leaves a letter, without waiting or checking that it arrives."""
     # There may be no process, no host and no way to it any more.
@@ -246,11 +270,11 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-_sockets_of_rank: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+sockets_of_rank: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    for inherited in list(_sockets_of_rank):  # else the rank would seem to live as long as its children
+    for inherited in list(sockets_of_rank):  # else the rank would seem to live as long as its children
         inherited.close()
 
 

@@ -1,43 +1,42 @@
-"""Where the ranks of one host meet: a store and connections that listen to nobody outside of it."""
+"""Where ranks meet: a store, each other's addresses, and the network interface that leads to them.
+
+Ranks that meet at a loopback address listen to nobody outside of their host.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import ipaddress
 import os
 import secrets
 import socket
+import struct
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 
+from thinwire.comm.agreement import boards
+from thinwire.comm.agreement.boards import Address
 from thinwire.comm.exchange import name_ranks
 from thinwire.comm.groups import endless_in_children
-from thinwire.comm.waiting import call_within
+from thinwire.comm.hosts import facing_address, interface_of, is_loopback
+from thinwire.comm.waiting import LOOK_SECONDS, call_within
 from thinwire.errors import ThinwireError
 
 #: Gloo's variable: the interface whose address it listens on and tells its peers.
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
-_POLL_SECONDS, _ANSWER_SECONDS = 0.02, 1.0
+LOOPBACK = "127.0.0.1"
+_POLL_SECONDS, _MOST_POLL_SECONDS, _ANSWER_SECONDS = 0.02, 0.5, 1.0
+_OWN_SECONDS = 10.0  # in which this host finds itself at its own address, if it ever does
 _started: dict[tuple[str, int], dist.TCPStore] = {}  # by this process, as rank 0
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host leads no further than where it is read: a loopback address, or "localhost".
-
-    Other names are not looked up. A host's own name may lead to 127.0.1.1 on that host, and to it from all others.
-
-    >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "10.0.0.1", "node7")]
-    [True, True, True, False, False]
-    """
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
+_started_jobs: dict[str, dist.TCPStore] = {}
 
 
 class Unmet(Exception):
@@ -50,6 +49,81 @@ class Unmet(Exception):
     def __init__(self, text: str, missing: Iterable[int] = ()) -> None:
         super().__init__(text)
         self.missing = tuple(missing)
+
+
+class World(NamedTuple):
+    """Ranks that have met.
+
+    Attributes:
+        store: theirs alone.
+        interface: this host's network interface by which they reach it, if one is known.
+        watched: addresses of notice boards of other ranks, which say if they have ended.
+    """
+
+    store: dist.Store
+    interface: str | None
+    watched: dict[int, Address]
+
+    def look(self) -> None:
+        """Raises Unmet if a rank has ended."""
+        ended = [rank for rank, address in self.watched.items() if boards.has_ended(address)]
+        if ended:
+            raise Unmet(f"{name_ranks(ended)} ended meanwhile", ended)
+
+
+def store_at(host: str, port: int, rank: int, limit: timedelta) -> dist.TCPStore:
+    """The store at a place where ranks meet, which rank 0's process starts and keeps.
+
+    Raises:
+        ThinwireError: rank 0 cannot listen there.
+        Unmet: nobody is there, or this host, as rank 0's, does not reach itself there.
+    """
+    if rank == 0 and (host, port) not in _started:
+        _started[host, port] = start_store(host, port) if is_loopback(host) else _start_open_store(host, port, limit)
+    return reach(host, port, limit)
+
+
+def store_of_job(job: str, rank: int, limit: timedelta) -> dist.TCPStore:
+    """The same for ranks of one host, who find it by what is their job's own; it listens on loopback, at any port.
+
+    Rank 0 tells the port to processes of the same user, at a socket that has a name and no file: it ends with rank 0.
+    """
+    user = os.getuid()
+    name = f"\0thinwire {hashlib.sha256(f'{user} {job}'.encode()).hexdigest()[:32]}"
+    if rank == 0:
+        if job not in _started_jobs:
+            listener, store = socket.socket(socket.AF_UNIX), start_store(LOOPBACK, 0)
+            boards.sockets_of_rank.add(listener)
+            try:
+                listener.bind(name)
+            except OSError as error:
+                raise ThinwireError(f"another rank 0 is in this job, {job} ({error}): {_SET_PLACE}") from error
+            listener.listen(128)
+            threading.Thread(target=_tell_port, args=(listener, store.port), name="thinwire job", daemon=True).start()
+            _started_jobs[job] = store
+        return reach(LOOPBACK, _started_jobs[job].port, limit)
+    end = time.monotonic() + limit.total_seconds()
+    while (left := end - time.monotonic()) > 0:
+        with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(OSError):  # it has not come yet
+            connection.settimeout(left)
+            connection.connect(name)
+            told = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+            if told != user:
+                raise Unmet(f"user {told} listens where rank 0 should: {_SET_PLACE}", [0])
+            port = connection.recv(16).decode()
+            if port:
+                return reach(LOOPBACK, int(port), timedelta(seconds=max(0.001, end - time.monotonic())))
+        time.sleep(_POLL_SECONDS)
+    raise Unmet(f"rank 0 did not come to this host, for job {job}; else {_SET_PLACE}", [0])
+
+
+_SET_PLACE = "set MASTER_ADDR and MASTER_PORT on every rank"
+
+
+def _tell_port(listener: socket.socket, port: int) -> None:
+    while True:
+        with contextlib.suppress(OSError), listener.accept()[0] as connection:
+            connection.sendall(str(port).encode())
 
 
 def reach(host: str, port: int, limit: timedelta) -> dist.TCPStore:
@@ -73,97 +147,143 @@ def reach(host: str, port: int, limit: timedelta) -> dist.TCPStore:
         ) from None
 
 
-def serve(host: str, port: int, size: int, limit: timedelta) -> dist.Store | None:
-    """Rank 0's store of a world of several hosts, which listens at all addresses, once all ranks are there.
-
-    None: somebody listens at the port already, maybe an earlier store of this process, which torch finds.
-
-    Raises:
-        Unmet: this host does not reach itself at that address.
-        DistStoreError: ranks that did not come.
-    """
-    both = socket.has_dualstack_ipv6()
-    try:
-        family = socket.AF_INET6 if both else socket.AF_INET
-        listener = socket.create_server(("", port), family=family, dualstack_ipv6=both)
-    except OSError:
-        return None
-    with listener:
-        failure = _why_unreachable(host, port, limit)
-        if failure:
-            raise Unmet(f"this host does not reach itself there ({failure}): is MASTER_ADDR its address?")
-        descriptor = listener.detach()  # which the store closes
-    return dist.TCPStore(host, port, size, is_master=True, timeout=limit, master_listen_fd=descriptor)
-
-
 def _why_unreachable(host: str, port: int, limit: timedelta) -> str:
-    deadline, failure = time.monotonic() + limit.total_seconds(), "no time"
+    begun = time.monotonic()
+    deadline, failure = begun + limit.total_seconds(), "no time"
     while (remaining := deadline - time.monotonic()) > 0:
         try:
             socket.create_connection((host, port), timeout=remaining).close()
             return ""
         except (OSError, UnicodeError) as error:  # UnicodeError: what cannot be a host's name
             failure = getattr(error, "strerror", None) or str(error)
-            time.sleep(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+            if isinstance(error, socket.gaierror):
+                failure = f"the name cannot be looked up: {failure}"
+            _pause(begun, deadline)
     return failure
 
 
-def meet(host: str, port: int, rank: int, size: int, limit: timedelta) -> dist.Store:
-    """A store of one world, once all its ranks are there. Collective; rank 0's process keeps what listens.
+def _pause(begun: float, deadline: float) -> None:
+    """Between two looks: longer ones where it lasts, as many ranks may ask one store."""
+    now = time.monotonic()
+    time.sleep(max(0.0, min(max(_POLL_SECONDS, (now - begun) / 20), _MOST_POLL_SECONDS, deadline - now)))
+
+
+def meet(store: dist.Store, rank: int, size: int, limit: timedelta, host: str | None = None) -> World:
+    """The world of all ranks, once they are there. Collective.
 
     A place may be met at again, by ranks that come back from the last world at their own times. What that one left in
     the store would lead them astray, so rank 0 gives each world a name, and tells it to those that wait for one; or it
     tells them who is missing.
 
     Args:
-        host: see `is_loopback`.
         limit: of each wait.
+        host: where the ranks meet.
 
     Raises:
-        ThinwireError: rank 0 cannot listen there.
-        Unmet: ranks that did not come.
+        Unmet: ranks that did not come, or that have ended.
         DistNetworkError: rank 0 ended meanwhile.
     """
-    if rank == 0 and (host, port) not in _started:
-        _started[host, port] = start_store(host, port)
-    deadline = time.monotonic() + limit.total_seconds()
-    store = reach(host, port, limit)
-    name = secrets.token_hex(8)
+    begun = time.monotonic()
+    deadline = begun + limit.total_seconds()
+    own, name = _own_address(host or LOOPBACK), secrets.token_hex(8)
     if rank:
-        store.set(f"request {rank}", name)
+        store.set(f"request {rank}", " ".join((name, own.host, str(own.port))))
         answer, no_answer = f"world for {name}", f"missing for {name}"
         while not store.check([answer]):
             late = time.monotonic() > deadline + _ANSWER_SECONDS  # rank 0 knows more, if it is there
             if late or store.check([no_answer]):
                 told = store.get(no_answer).decode(errors="replace") if store.check([no_answer]) else ""
-                store.delete_key(f"request {rank}")  # of a rank that waits no longer
+                store.set(f"request {rank}", "")  # of a rank that waits no longer
                 raise _missing([int(text) for text in told.split() if text.isdecimal() and int(text) < size])
-            time.sleep(_POLL_SECONDS)
-        return dist.PrefixStore(store.get(answer).decode(errors="replace"), store)
-    waited_for = set(range(1, size))
-    while waited_for := {peer for peer in waited_for if not store.check([f"request {peer}"])}:
-        if time.monotonic() > deadline:
-            missing = sorted(waited_for)
-            for peer in {*range(1, size)} - waited_for:
-                store.set(f"missing for {_take(store, peer)}", " ".join(map(str, missing)))
+            _pause(begun, deadline + 2 * _ANSWER_SECONDS)
+        name = store.get(answer).decode(errors="replace")
+        lines = store.get(f"addresses of {name}").decode(errors="replace").split("\n")
+        return _world(name, store, rank, own, [_as_address(line) for line in lines])
+    came: dict[int, tuple[str, Address]] = {}
+    next_look = begun + LOOK_SECONDS
+    while len(came) < size - 1:
+        for peer in range(1, size):
+            request, _, address = _request(store, peer).partition(" ")
+            if request:
+                came[peer] = request, _as_address(address)
+            else:
+                came.pop(peer, None)  # it waits no longer
+        now, ended = time.monotonic(), list[int]()
+        if now > next_look:
+            ended = [peer for peer, (_, address) in came.items() if address.host and boards.has_ended(address)]
+            next_look = now + LOOK_SECONDS
+        if ended or (now > deadline and len(came) < size - 1):
+            missing = ended or sorted({*range(1, size)} - came.keys())
+            for request, _ in came.values():
+                store.set(f"missing for {request}", " ".join(map(str, missing)))
+            for peer in came:
+                store.set(f"request {peer}", "")
             time.sleep(4 * _POLL_SECONDS)  # they ask before this process ends, and the store with it
-            raise _missing(missing)
-        time.sleep(_POLL_SECONDS)
-    for peer in range(1, size):
-        store.set(f"world for {_take(store, peer)}", name)
-    return dist.PrefixStore(name, store)
+            raise Unmet(f"{name_ranks(ended)} ended before all had come", ended) if ended else _missing(missing)
+        _pause(begun, deadline)
+    addresses = [own, *(came[peer][1] for peer in range(1, size))]
+    store.set(f"addresses of {name}", "\n".join(f"{address.host} {address.port}" for address in addresses))
+    for peer, (request, _) in came.items():
+        store.set(f"request {peer}", "")
+        store.set(f"world for {request}", name)
+    return _world(name, store, rank, own, addresses)
 
 
-def _take(store: dist.Store, peer: int) -> str:
-    name = store.get(f"request {peer}").decode(errors="replace")
-    store.delete_key(f"request {peer}")
-    return name
+def _request(store: dist.Store, peer: int) -> str:
+    """What a rank asks for; empty while it does not."""
+    return store.get(f"request {peer}").decode(errors="replace") if store.check([f"request {peer}"]) else ""
+
+
+def _world(name: str, store: dist.Store, rank: int, own: Address, addresses: list[Address]) -> World:
+    far = {peer: address for peer, address in enumerate(addresses) if address.host and not is_loopback(address.host)}
+    watched, host = far, own.host or LOOPBACK
+    if not far:  # all on one host
+        watched = {peer: address for peer, address in enumerate(addresses) if address.host}
+    elif is_loopback(host):  # the name of the place stands for a loopback address here, and others come from elsewhere
+        host = facing_address(next(iter(far.values())).host)
+    watched = {peer: address for peer, address in watched.items() if peer != rank}
+    return World(dist.PrefixStore(name, store), interface_of(host), watched)
+
+
+def _own_address(host: str) -> Address:
+    """Of this process's notice boards, where those see it that meet at a host; an empty one if it has none."""
+    try:
+        return boards.serve(LOOPBACK if is_loopback(host) else facing_address(host)).address
+    except (OSError, RuntimeError) as error:
+        return Address("", 0, str(error))
+
+
+def _as_address(text: str) -> Address:
+    """What a peer has told; an empty one if that is none."""
+    host, _, port = text.partition(" ")
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return Address("", 0, "no address")
+    return Address(host, int(port), "") if port.isdecimal() and int(port) < 1 << 16 else Address("", 0, "no port")
 
 
 def _missing(ranks: Sequence[int]) -> Unmet:
     if not ranks:
         return Unmet("rank 0 gave no answer")
     return Unmet(f"{name_ranks(ranks)} did not come", ranks)
+
+
+def _start_open_store(host: str, port: int, limit: timedelta) -> dist.TCPStore:
+    """A store of several hosts' ranks, which listens at all addresses, if this host reaches itself at that one."""
+    both = socket.has_dualstack_ipv6()
+    try:
+        family = socket.AF_INET6 if both else socket.AF_INET
+        listener = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+    with listener:
+        failure = _why_unreachable(host, port, min(limit, timedelta(seconds=_OWN_SECONDS)))
+        if failure:
+            raise Unmet(f"this host does not reach itself there ({failure}): is MASTER_ADDR its address?")
+        return endless_in_children(
+            dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        )
 
 
 def start_store(host: str, port: int) -> dist.TCPStore:
@@ -198,27 +318,25 @@ def _listen(host: str, port: int) -> socket.socket:
                     break
     except socket.gaierror as error:
         failure = error
-    raise ThinwireError(
+    assert failure is not None
+    raise _cannot_listen(host, port, failure) from failure
+
+
+def _cannot_listen(host: str, port: int, failure: OSError) -> ThinwireError:
+    return ThinwireError(
         f"rank 0 cannot listen at {host}:{port}: {failure}; set MASTER_ADDR to an address of this host, and "
         "MASTER_PORT to a port that is free there"
-    ) from failure
-
-
-def loopback_interface() -> str | None:
-    """The loopback interface's name; None where none is known by its name."""
-    interfaces = {interface for _, interface in socket.if_nameindex()}
-    return next((name for name in ("lo", "lo0") if name in interfaces), None)
+    )
 
 
 @contextlib.contextmanager
-def gloo_on_loopback(wanted: bool) -> Iterator[None]:
-    """Has groups that are made meanwhile connect over loopback, if wanted, and GLOO_SOCKET_IFNAME does not say where.
+def gloo_over(interface: str | None) -> Iterator[None]:
+    """Has groups that are made meanwhile connect over an interface, if GLOO_SOCKET_IFNAME does not say over which.
 
-    Gloo would take the interface of the host's name, which others may reach, or which may be down or filtered. The
-    environment is the only place where it can be told, and is afterwards as it was.
+    Gloo would take that of the host's name, which others may not reach, or more than are wanted, or which may be down.
+    The environment is the only place where it can be told, and is afterwards as it was.
     """
-    interface = loopback_interface()
-    if not wanted or interface is None or INTERFACE_VARIABLE in os.environ:
+    if interface is None or INTERFACE_VARIABLE in os.environ:
         yield
         return
     os.environ[INTERFACE_VARIABLE] = interface

@@ -14,8 +14,6 @@ import hashlib
 import ipaddress
 import os
 import secrets
-import socket
-import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable
@@ -32,6 +30,7 @@ from thinwire.comm.agreement.boards import CONNECT_SECONDS, LOST, Address, Board
 from thinwire.comm.agreement.verdict import LOOK_SECONDS, ReportTime, Verdict, stronger, verdict_at
 from thinwire.comm.exchange import name_ranks
 from thinwire.comm.groups import endless_in_children
+from thinwire.comm.hosts import facing_address, is_loopback
 from thinwire.comm.waiting import call_within
 from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
 
@@ -53,7 +52,6 @@ _PATIENCE_SECONDS = 2.0  # with the host of a meeting, which may be busy, or beh
 _MOST_THREADS = 16
 _MOST_REASON = 150  # characters, which take up to 12 bytes each
 _LOOPBACK = "127.0.0.1"
-_MASTER_PORT = 29500  # any would do: nothing is sent to it
 
 
 def resolve_quorum(quorum: str | None) -> str:
@@ -86,7 +84,7 @@ class Standby:
         self._addresses, self._token, self._own, self._timeout, self._quorum = addresses, token, own, timeout, quorum
         if own is not None:
             own.open(token, self.size)
-        _open.add(self)
+        _open[id(self)] = self
         self._missed: set[int] = set()  # by this rank
         self._told: set[int] = set()  # who was lost by verdicts so far
         self._ended: set[int] = set()  # processes
@@ -102,7 +100,7 @@ class Standby:
         shared = len({network for network, _ in places}) == 1 and bool(places[0][0])
         own, address = None, Address("", 0, "")
         try:
-            own = _serve(_LOOPBACK if shared else _facing_address())
+            own = boards.serve(_LOOPBACK if shared else _facing_address())
             address = own.address
         except (OSError, RuntimeError, ValueError, Unanswered) as error:
             address = Address("", 0, str(error)[:_MOST_REASON])
@@ -136,14 +134,23 @@ class Standby:
         lost = self._settle(self._timeout + _WITNESS_SECONDS if self._missed else 0.0)
         self._told |= {*(lost or ())}
         ranks, remark = Verdict((), self._alone()) if lost is None else verdict_at(self.rank, lost)
-        return Verdict(ranks, "; ".join([remark, *(f"rank {rank} is {work}" for rank, work in self._at_work.items())]))
+        at_work = [f"rank {rank} is {work}" for rank, work in self._at_work.copy().items() if rank in self._missed]
+        return Verdict(ranks, "; ".join([remark, *at_work]))
 
-    def ask_for_work(self) -> str:
-        """What a rank that answers compiles or loads; empty: none does."""
+    def ask_for_work(self, asked: set[Address]) -> str:
+        """What a rank that answers compiles or loads; empty: none does. Adds the addresses that it has asked."""
         self._silent.clear()  # a busy host may have left requests unanswered
-        self._at_work.clear()
-        self._ask_all(range(self.size))
-        return next(iter(self._at_work.values()), "")
+        ranks = [rank for rank, address in enumerate(self._addresses) if address not in asked]
+        asked.update(self._addresses)
+        keys = (key for notes in self._ask_all(ranks).values() for key in notes if key.startswith(boards.AT_WORK))
+        return next((key.removeprefix(boards.AT_WORK) for key in keys), "")
+
+    def find_ended(self, ranks: Iterable[int]) -> list[int]:
+        """Those of some ranks whose processes have ended, and any that a verdict names."""
+        for rank in {*ranks} - self._ended - {self.rank}:
+            if self._addresses[rank].host and boards.has_ended(self._addresses[rank]):
+                self._ended.add(rank)
+        return sorted(self._ended.intersection(ranks).union(self._known() or () if self._own is not None else ()))
 
     def _settle(self, limit: float) -> tuple[int, ...] | None:
         """The strongest verdict that this rank can learn of; None: there is none yet, and it may not make one alone.
@@ -410,17 +417,17 @@ class Meeting:
                 board = standby._pin_patiently(self._host)
             # Who is to go on is in the note: all, or nobody.
             members = standby._pin_patiently(self._host, outcome, self.members if made else [])[outcome]
-            for rank in {*range(standby.size)} - {*members} if members else ():  # whoever comes when all have ended
+            for rank in range(standby.size) if members else ():  # whoever comes when all have ended, or the host has
                 boards.leave(standby._addresses[rank], standby._token, outcome, members)
             return bool(members)
         except Unanswered:
-            return False
+            return bool(standby._pin(standby.rank).get(outcome))  # all had made it, and the host has gone on and ended
 
 
-def join(make_group: Callable[[], _T], timeout: float, members: str) -> _T:
-    """What is made, or PeerTimeout if that does not succeed in time, whatever the store's host does."""
+def join(make_group: Callable[[], _T], timeout: float, members: str, look: Callable[[], None] = lambda: None) -> _T:
+    """What is made, or PeerTimeout if it is not in time, whatever the store's host does. `look` may raise."""
     try:
-        return call_within(timeout + 2 * CONNECT_SECONDS, make_group)
+        return call_within(timeout + 2 * CONNECT_SECONDS, make_group, look)
     except ThinwireError:
         raise
     except (TimeoutError, Unanswered, RuntimeError) as error:  # the last are torch's own
@@ -428,27 +435,17 @@ def join(make_group: Callable[[], _T], timeout: float, members: str) -> _T:
         raise PeerTimeout(f"a group of {members} could not be made within {timeout:g} s: {reason}") from error
 
 
-_open: weakref.WeakSet[Standby] = weakref.WeakSet()
+_open: weakref.WeakValueDictionary[int, Standby] = weakref.WeakValueDictionary()
 
 
 def _ask_peers() -> str:
     """What a rank of any communicator of this process compiles or loads; empty: none does."""
-    return next(filter(None, (standby.ask_for_work() for standby in list(_open))), "")
+    asked = set[Address]()
+    found = (reference() for reference in _open.valuerefs())
+    return next(filter(None, (standby.ask_for_work(asked) for standby in found if standby is not None)), "")
 
 
 first_run.ask_peers = _ask_peers
-
-_own_boards: dict[tuple[int, str], Boards] = {}  # by process, as a fork has no thread that serves them
-_starting = threading.Lock()
-
-
-def _serve(host: str) -> Boards:
-    """This process's boards at one of its addresses."""
-    with _starting:
-        key = os.getpid(), host
-        if key not in _own_boards:
-            _own_boards[key] = Boards(host)
-        return _own_boards[key]
 
 
 def _network() -> str:
@@ -465,11 +462,8 @@ def _facing_address() -> str:
     master = os.environ.get("MASTER_ADDR")
     if not master:
         raise Unanswered("the ranks are on several hosts, and MASTER_ADDR, which says in which network, is not set")
-    family, kind, _, _, address = socket.getaddrinfo(master, _MASTER_PORT, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # of a datagram's socket: it is only routed
-        host = str(probe.getsockname()[0])
-    if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+    host = facing_address(master.strip().strip("[]"))
+    if is_loopback(host):
         raise Unanswered(f"MASTER_ADDR, {master}, is reached by the loopback interface, and ranks are on other hosts")
     return host
 

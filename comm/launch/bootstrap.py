@@ -10,26 +10,38 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from thinwire.comm.agreement.meeting import Unmet, gloo_on_loopback, is_loopback, meet, reach, serve
+from thinwire.comm.agreement.meeting import (
+    INTERFACE_VARIABLE,
+    LOOPBACK,
+    Unmet,
+    World,
+    gloo_over,
+    meet,
+    reach,
+    store_at,
+    store_of_job,
+)
 from thinwire.comm.agreement.standby import resolve_quorum
 from thinwire.comm.calls import Attachment
-from thinwire.comm.communicator import DEFAULT_TIMEOUT, Communicator, Settings
-from thinwire.comm.groups import as_device, backends_of, group_of, member_group
+from thinwire.comm.communicator import Communicator, Settings
+from thinwire.comm.groups import DEFAULT_TIMEOUT, as_device, backends_of, group_of, limit_of_group, member_group
 from thinwire.comm.host_collectives import Origin
+from thinwire.comm.hosts import interface_of
 from thinwire.comm.launch.launchers import ALONE, RankInfo, discover
 from thinwire.comm.launch.rank_table import RankTable
 from thinwire.comm.recorder.flight_files import WrittenOnSignal
 from thinwire.comm.recorder.flight_recorder import write_all
 from thinwire.comm.resources.cpu_share import CpuShare, cpu_share
 from thinwire.comm.tensors import is_seconds
-from thinwire.comm.waiting import first_line
+from thinwire.comm.waiting import call_within, first_line
 from thinwire.errors import PeerTimeout, ThinwireError
 
 if TYPE_CHECKING:
@@ -139,7 +151,8 @@ def init(
     rank_table: RankTable | Mapping[str, object] | str | os.PathLike[str] | None = None,
     domain: str | None = None,
     device: torch.device | str | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float | None = None,
+    meeting_timeout: float = DEFAULT_TIMEOUT,
     quorum: str | None = None,
 ) -> Communicator:
     """Joins the other ranks and returns a communicator over all of them, the default one from now on. Collective.
@@ -169,8 +182,10 @@ def init(
         domain: a name.
         device: None means the rank table's if there is one, else `cuda:LOCAL_RANK`, when CUDA is available, else the
             CPU. It becomes CUDA's current device. "cuda" without a number means the same device.
-        timeout: seconds to wait for the other ranks, here and later. On CUDA, PyTorch ends a process whose stream has
-            been waiting for a peer for twice as long.
+        timeout: seconds that a call may wait for a peer, from now on. None means 600, or the limit of the process group
+            if that is there already. On CUDA, PyTorch ends a process whose stream has been waiting for a peer for more
+            than twice as long, and four minutes.
+        meeting_timeout: seconds to wait here until all ranks have come and are connected.
         quorum: "any" or "majority", see `Communicator`. None means "any"; for a domain it means the setting of calls
             without one.
 
@@ -184,9 +199,9 @@ def init(
     """
     if domain is not None and (not isinstance(domain, str) or not domain.strip()):
         raise ThinwireError(f"domain is {domain!r}, expected None or a name, a string that is not empty")
-    if not is_seconds(timeout):
-        raise ThinwireError(f"timeout is {timeout!r}, expected a finite number of seconds above 0, at most 1e9")
-    timeout = float(timeout)
+    for name, seconds in (("timeout", timeout), ("meeting_timeout", meeting_timeout)):
+        if not is_seconds(seconds) and (name == "meeting_timeout" or seconds is not None):
+            raise ThinwireError(f"{name} is {seconds!r}, expected a finite number of seconds above 0, at most 1e9")
     if device is not None:
         as_device(device)
     resolve_quorum(quorum)
@@ -204,7 +219,7 @@ def init(
     if world is None:
         if _of_thread.domains is not None:
             raise ThinwireError("this rank is a thread, and its communicator is closed; it cannot get another one")
-        world = _join(rank, world_size, table, wanted)
+        world = _join(rank, world_size, table, wanted, float(meeting_timeout))
     else:
         _require_compatible(world, rank, world_size, Settings())
     try:
@@ -279,7 +294,9 @@ def as_communicator(comm: Group) -> Communicator:
     return comm if isinstance(comm, Communicator) else current_domains().of_group(*group_of(comm))
 
 
-def _join(rank: int | None, world_size: int | None, table: RankTable | None, wanted: Settings) -> Communicator:
+def _join(
+    rank: int | None, world_size: int | None, table: RankTable | None, wanted: Settings, meeting_timeout: float
+) -> Communicator:
     """The communicator of the domain None."""
     device = wanted.device
     if dist.is_initialized():
@@ -304,10 +321,9 @@ def _join(rank: int | None, world_size: int | None, table: RankTable | None, wan
     chosen_device, reason = _choose_device(device, info)
     if info.source == ALONE and not hasattr(sys, "ps1"):  # which there is where somebody types, as in a notebook
         _say_alone()
-    on_loopback = info.address is None or is_loopback(info.address[0])
-    _make_group(info, chosen_device, wanted.timeout, on_loopback)
+    interface = _make_group(info, chosen_device, wanted.timeout or DEFAULT_TIMEOUT, meeting_timeout)
     try:
-        origin = Origin(info.source, reason, owns_group=True, on_loopback=on_loopback)
+        origin = Origin(info.source, reason, owns_group=True, interface=interface)
         world = Communicator(**wanted._replace(device=chosen_device)._asdict(), _origin=origin)
     except BaseException:
         dist.destroy_process_group()
@@ -326,9 +342,11 @@ def _open_domain(world: Communicator, name: str, wanted: Settings) -> Communicat
         )
     of_world = world._origin
     origin = Origin(
-        f"{of_world.ranks}; domain {name!r}", of_world.device, owns_group=True, on_loopback=of_world.on_loopback
+        f"{of_world.ranks}; domain {name!r}", of_world.device, owns_group=True, interface=of_world.interface
     )
-    settings = Settings(world.device if device is None else device, wanted.timeout, wanted.quorum or world.quorum)
+    settings = Settings(
+        world.device if device is None else device, wanted.timeout or world.timeout, wanted.quorum or world.quorum
+    )
     made = world._derive([tuple(range(world.size))], settings, origin)
     made._origin = origin
     world.attached("domains", _Opened).by_name[name] = made
@@ -348,8 +366,7 @@ def _require_compatible(comm: Communicator, rank: int | None, world_size: int | 
     }  # fmt: skip
     if device is not None and torch.device(device).index is not None:
         wanted["device"], present["device"] = str(torch.device(device)), str(comm.device)
-    if timeout != DEFAULT_TIMEOUT:
-        wanted["timeout"], present["timeout"] = timeout, comm.timeout
+    wanted["timeout"], present["timeout"] = timeout, comm.timeout
     differing = [f"{name}={value!r}" for name, value in wanted.items() if value not in (None, present[name])]
     if differing:
         raise ThinwireError(
@@ -399,8 +416,8 @@ def _local_index(info: RankInfo) -> int:
 @functools.cache  # once in a process
 def _say_alone() -> None:
     print(
-        "thinwire: one rank, as no launcher was found: torchrun --nproc-per-node N starts N; init(rank=0, world_size=1) "
-        "says that one is meant",
+        "thinwire: one rank, as no launcher was found: torchrun --nproc-per-node N starts N; "
+        "init(rank=0, world_size=1) says that one is meant",
         file=sys.stderr,
         flush=True,
     )
@@ -410,50 +427,64 @@ def _say_alone() -> None:
 _groups_over_agent = itertools.count()
 
 
-def _make_group(info: RankInfo, device: torch.device, timeout: float, on_loopback: bool) -> None:
+def _make_group(info: RankInfo, device: torch.device, timeout: float, meeting_timeout: float) -> str | None:
+    """Makes the default group, and gives the network interface of its connections, if one is known."""
     on_cuda = device.type == "cuda"
-    # NCCL's own watchdog ends the process; it must not fire before a host call has raised PeerTimeout.
-    limit = timedelta(seconds=timeout * (2 if on_cuda else 1))
+    backend = "nccl" if on_cuda else "gloo"
+    end = time.monotonic() + meeting_timeout
+
+    def left() -> timedelta:
+        return timedelta(seconds=max(0.001, end - time.monotonic()))
+
+    world = None
     try:
-        url, store = _meeting_place(info, limit, on_loopback)
-        with gloo_on_loopback(on_loopback):
-            dist.init_process_group(
-                "nccl" if on_cuda else "gloo",
-                init_method=url,
-                store=store,
-                rank=info.rank,
-                world_size=info.size,
-                timeout=limit,
-                device_id=device if on_cuda else None,
-            )
-    except (Unmet, RuntimeError) as error:  # stores raise DistError, Gloo's first connections a plain RuntimeError
-        place = "alone" if info.address is None else "at {}:{}".format(*info.address)
-        reason = str(error) if isinstance(error, Unmet) else first_line(error)
+        world = _meet(info, left)
+
+        def make() -> None:
+            with torch.cuda.device(device) if on_cuda else contextlib.nullcontext():
+                dist.init_process_group(
+                    backend,
+                    store=world.store,
+                    rank=info.rank,
+                    world_size=info.size,
+                    timeout=limit_of_group(backend, max(timeout, meeting_timeout)),
+                    device_id=device if on_cuda else None,
+                )
+
+        with gloo_over(world.interface):
+            call_within(left().total_seconds(), make, world.look)
+        return world.interface
+    except (Unmet, TimeoutError, RuntimeError) as error:  # stores raise DistError, Gloo's first connections a plain one
+        host, port = info.address or (LOOPBACK, None)
+        place = "alone" if info.size == 1 else f"on this host, for {info.job}" if port is None else f"at {host}:{port}"
+        reason = first_line(error) if isinstance(error, RuntimeError) else str(error)
+        if world is not None and not isinstance(error, Unmet):
+            interface = f"{INTERFACE_VARIABLE}={os.environ.get(INTERFACE_VARIABLE) or world.interface or ''}"
+            if info.size == 1:
+                reason += "; PyTorch needs a network interface that is up: `ip link set lo up`"
+            else:
+                reason += f"; is the network interface, {interface}, up, and do all ranks reach this one by it?"
         raise PeerTimeout(
             f"rank {info.rank} of {info.size}, from {info.source}, could not meet the others {place} "
-            f"(limit {limit.total_seconds():g} s): {reason}",
+            f"(limit {meeting_timeout:g} s): {reason}",
             ranks=error.missing if isinstance(error, Unmet) else (),
         ) from None
 
 
-def _meeting_place(info: RankInfo, limit: timedelta, on_loopback: bool) -> tuple[str | None, dist.Store | None]:
-    """Where ranks find each other: a URL for torch.distributed to make a store from, or the store."""
+def _meet(info: RankInfo, left: Callable[[], timedelta]) -> World:
+    """Finds the other ranks, within the time that is left."""
+    if info.size == 1:
+        return World(dist.HashStore(), interface_of(LOOPBACK), {})
     if info.address is None:
-        return None, dist.HashStore()
+        return meet(store_of_job(info.job, info.rank, left()), info.rank, info.size, left())
     host, port = info.address
+    store: dist.Store
     # Where torchrun's agent has a store, all ranks are its clients, and how it listens is the agent's affair.
-    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if on_loopback and not of_agent:
-        return None, meet(host, port, info.rank, info.size, limit)
-    if of_agent:  # whose store has the names of groups that this process has left, such as Gloo's addresses of theirs
-        reach(host, port, limit)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # It has the names of groups that this process has left, such as Gloo's addresses of theirs.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        agents = dist.TCPStore(host, port, is_master=False, timeout=limit)
-        return None, dist.PrefixStore(f"thinwire attempt {attempt} group {next(_groups_over_agent)}", agents)
-    if info.rank:
-        reach(host, port, limit)  # torch connects anew, for it gives its store other names
+        own = f"thinwire attempt {attempt} group {next(_groups_over_agent)}"
+        store = dist.PrefixStore(own, reach(host, port, left()))
     else:
-        store = serve(host, port, info.size, limit)
-        if store is not None:
-            return None, dist.PrefixStore("default_pg", store)  # as torch calls it at the other ranks
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", None
+        store = store_at(host, port, info.rank, left())
+    return meet(store, info.rank, info.size, left(), host)

@@ -20,7 +20,6 @@ from thinwire.comm.hosts import VARIABLE
 from thinwire.comm.memory.heap import Heap, StillWaiting
 from thinwire.comm.resources.available import require_available
 from thinwire.errors import TransportUnavailable
-from thinwire.triton_kernels.reach import exchange, find_lost
 
 _OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's variable, for ranks that share a GPU
 _ALIGNMENT = 128  # bytes, to which kernels have buffers
@@ -143,6 +142,8 @@ class CudaHeap(Heap):
         return buffer_ptrs
 
     def trials(self, buffer_ptrs: list[int]) -> Sequence[Callable[[], object]]:
+        from thinwire.triton_kernels.reach import exchange, find_lost  # here, as loading Triton takes a while
+
         local, own = self.local, self.ranks.index(self.comm.rank)
         assert local is not None
         pointers = torch.tensor([buffer_ptrs[rank] for rank in self.ranks], dtype=torch.int64, device=local.device)

@@ -315,9 +315,10 @@ class PendingCall:
     def __enter__(self) -> None:
         # Another call on the communicator may be what waits.
         recorder = self._recorder
+        inner = ProfiledRange(f"wait for {self._entry[NAME]}") if _profiler_enabled() else None
+        # From here on nothing is called, where an interrupt could leave later calls within this one.
+        self._outer_range, recorder._range = recorder._range, inner
         self._outer, recorder.current = recorder.current, self._entry
-        self._outer_range = recorder._range
-        recorder._range = ProfiledRange(f"wait for {self._entry[NAME]}") if _profiler_enabled() else None
         self._entry[STATE] = UNDER_WAY
         self._entry[FAILURE] = None  # of a wait that was interrupted, and is gone on with
 

@@ -17,8 +17,12 @@ from thinwire.errors import ThinwireError
 #: Environment variable that overrides the share: a number of threads, 1 to MOST_THREADS.
 VARIABLE = "THINWIRE_CPU_THREADS"
 MOST_THREADS = 1024
-# How many ranks launchers say that they have started, on this host and in all: torchrun, Open MPI.
-_SIZES = (("LOCAL_WORLD_SIZE", "WORLD_SIZE"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"))
+# How many ranks launchers say that they have started, on this host and in all: torchrun, Open MPI, MPICH.
+_SIZES = (
+    ("LOCAL_WORLD_SIZE", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    ("MPI_LOCALNRANKS", "PMI_SIZE"),
+)
 
 
 class CpuShare(NamedTuple):

@@ -42,6 +42,7 @@ class Launch:
     world_size: int
     device: str
     store_port: int
+    timeout: float  # of the whole run
     deadline: float  # of time.monotonic(), which all processes of a host share
     stack_margin: float  # seconds
     folder: Path
@@ -139,7 +140,7 @@ def _call(launch: Launch, payload_file: int) -> bytes:
 
     from thinwire.comm import Communicator  # not at the top: the environment comes first
 
-    with Communicator(device=_join(launch)) as comm:
+    with Communicator(device=_join(launch), timeout=launch.timeout / 2) as comm:  # so that ranks tell who is missing
         result = fn(comm, *args)
     try:
         return pickle.dumps(result)

@@ -75,7 +75,7 @@ def run_rank_threads(
     world = ThreadWorld(world_size, within=starter.world if isinstance(starter, _RankThread) else None)
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     raised: list[int] = []
-    comms = Communicator.of_threads(world, device=device)
+    comms = Communicator.of_threads(world, device=device, timeout=timeout / 2)
     threads = [_RankThread(comm, world, functools.partial(fn, comm, *args), raised, ended) for comm in comms]
     limit = time.monotonic() + timeout
     running = set(range(world_size))

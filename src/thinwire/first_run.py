@@ -46,6 +46,7 @@ ask_peers: Callable[[], str] = str
 _at_work: dict[int, str] = {}  # by thread
 _last_work = -math.inf, ""
 _compiling: set[int] = set()  # threads
+_locks: set[socket.socket] = set()  # of turns
 _told_unkept: list[str] = []
 _num_kernels = 0  # that this process has come to, and that nobody had compiled
 
@@ -62,7 +63,7 @@ def working(what: str) -> Iterator[None]:
     finally:
         _last_work = time.monotonic(), what
         if outer is None:
-            del _at_work[thread]
+            _at_work.pop(thread, None)
         else:
             _at_work[thread] = outer
 
@@ -133,6 +134,8 @@ def turn(kernel: str, cache: str | None, what: str) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError), working(waits), said(waits, _LONG_SECONDS):
             lock = held.enter_context(socket.socket(socket.AF_UNIX))
+            _locks.add(lock)
+            held.callback(_locks.discard, lock)
             while not _taken(lock, name) and time.monotonic() < ends:
                 time.sleep(_LOOK_SECONDS)
         yield
@@ -214,3 +217,17 @@ def _write(text: str) -> None:
     with contextlib.suppress(AttributeError, ValueError, OSError):  # there is no standard error, or it is closed
         sys.stderr.write(f"thinwire: {text}\n")
         sys.stderr.flush()
+
+
+def _forget_in_child() -> None:
+    global _last_work
+    _at_work.clear()  # of threads that a fork has not
+    _compiling.clear()
+    _last_work = -math.inf, ""
+    for lock in list(_locks):  # else the turn would last as long as the child
+        lock.close()
+    _locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)

@@ -25,7 +25,8 @@ import torch
 from thinwire._rank_process import InheritedFile, Launch, Payload, end_with_parent, rank_main
 from thinwire._rank_server import ServedProcess, without_ctrl_c
 from thinwire._rank_thread import require_queues, run_rank_threads
-from thinwire.comm.agreement.meeting import INTERFACE_VARIABLE, loopback_interface, start_store
+from thinwire.comm.agreement.meeting import INTERFACE_VARIABLE, LOOPBACK, start_store
+from thinwire.comm.hosts import interface_of
 from thinwire.comm.tensors import is_int, is_seconds
 from thinwire.errors import ThinwireError, TransportUnavailable
 
@@ -107,7 +108,8 @@ def run_ranks(
         world_size: number of ranks.
         mode: "process" or "thread".
         device: "cpu" (processes: Gloo) or "cuda" (processes: NCCL, GPU r for rank r).
-        timeout: seconds for everything, including the start of the ranks; then processes are killed.
+        timeout: seconds for everything, including the start of the ranks; then processes are killed. Ranks wait for
+            each other for half of it.
         env: environment variables of the ranks, added to this process's; set before `fn`'s module is imported.
             Processes only.
 
@@ -170,19 +172,19 @@ def _run_processes(
     fn: Callable[..., T], world_size: int, args: tuple[object, ...], device: str, timeout: float, env: dict[str, str]
 ) -> tuple[list[T], dict[int, str], dict[int, tuple[str, str]]]:
     """Each rank's result, if all have one; what happened on those that failed; state and stack of the unfinished."""
-    interface = loopback_interface()  # Gloo would take that of the host's name
+    interface = interface_of(LOOPBACK)  # Gloo would take that of the host's name
     environ = {**({INTERFACE_VARIABLE: interface} if interface else {}), **os.environ, **env}
     payload = _pack(fn, args, environ)
     preloaded = _preloaded if _start_method(device) == "forkserver" else ()
     if preloaded:
         _prepare_server(preloaded, environ)
     deadline = time.monotonic() + timeout
-    store = start_store("127.0.0.1", 0)
+    store = start_store(LOOPBACK, 0)
     # The payload holds the environment, and the environment may hold secrets: its file has no name, so that nothing is
     # left of it when this process is killed.
     with tempfile.TemporaryDirectory(prefix="thinwire-ranks-") as folder, tempfile.TemporaryFile() as shared:
         margin = min(_STACK_MARGIN, timeout / 4)
-        launch = Launch(0, world_size, device, store.port, deadline, margin, Path(folder), preloaded)
+        launch = Launch(0, world_size, device, store.port, timeout, deadline, margin, Path(folder), preloaded)
         shared.write(payload)
         shared.flush()
         launches = [replace(launch, rank=rank) for rank in range(world_size)]

@@ -63,8 +63,8 @@ _GROUP_LIMITS = (16, 1024)
 _WHOLE_ROW = 0
 _SPEC = re.compile(r"(?P<name>[a-z0-9]+)(?::(?P<group>row|[0-9]{1,9}))?(?P<rotated>\+h64)?")
 _ACCEPTED = (
-    "accepted: none, int8, int8+h64, int10, int6, int4, fp8; or with elements a scale, int8:N, N a power of two from 16 "
-    "to 1024, and int8:row: docs/wire-formats.md has all"
+    "accepted: none, int8, int8+h64, int10, int6, int4, fp8; or with elements a scale, int8:N, N a power of two from "
+    "16 to 1024, and int8:row: docs/wire-formats.md has all"
 )
 
 

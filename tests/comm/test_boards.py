@@ -16,14 +16,13 @@ import pytest
 
 from tests.helpers.files import open_files
 from thinwire.comm.agreement import boards
-from thinwire.comm.agreement.boards import LOST, Address, Boards, Gone, Stopped, Unanswered, ask, leave
-from thinwire.comm.agreement.standby import _serve
+from thinwire.comm.agreement.boards import LOST, Address, Boards, Gone, Stopped, Unanswered, ask, leave, serve
 
 
 @pytest.fixture
 def own() -> Boards:
     """This process's, with a board "board" of three ranks that is new each time."""
-    found = _serve("127.0.0.1")
+    found = serve("127.0.0.1")
     found._boards.pop("board", None)
     found.open("board", 3)
     return found

@@ -9,20 +9,24 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from thinwire.comm import RankInfo, default_communicator, discover, init
+from thinwire.comm import Communicator, RankInfo, default_communicator, discover, init
+from thinwire.comm.groups import COMPILE_SECONDS, limit_of_group
 from thinwire.comm.launch import bootstrap, launchers
 from thinwire.errors import PeerTimeout, ThinwireError
 from thinwire.testing import run_ranks
+from thinwire.triton_kernels.signal import grace_of
 
 MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501"}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "2"}
 JOB = {"SLURM_JOB_ID": "1234567", "SLURM_STEP_NODELIST": "node[07-09,11],other", "SLURM_JOB_NODELIST": "x"}
 ADDRESS = ("10.0.0.1", 29501)
@@ -31,9 +35,9 @@ ADDRESS = ("10.0.0.1", 29501)
 @pytest.fixture
 def alone(monkeypatch):
     """An environment without a launcher, and no process group left behind."""
-    for names in launchers.LAUNCHERS:
-        for name in (*names[1:], "MASTER_ADDR", "MASTER_PORT"):
-            monkeypatch.delenv(name, raising=False)
+    named = [name for launcher in launchers.LAUNCHERS for name in launcher[1:5] if name]
+    for name in (*named, *launchers._RANKS_ALONE, "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(bootstrap, "_of_process", bootstrap.Domains())
     yield
     if dist.is_initialized():
@@ -50,6 +54,12 @@ def alone(monkeypatch):
         (SLURM | MEETING, (5, 6, 2, "Slurm (SLURM_PROCID, SLURM_NTASKS)", ADDRESS)),
         (SLURM | OPEN_MPI | TORCHRUN | MEETING, (3, 8, 1, "torchrun (RANK, WORLD_SIZE)", ADDRESS)),
         (SLURM | OPEN_MPI | MEETING, (2, 4, 0, "Open MPI (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE)", ADDRESS)),
+        (MPICH | MEETING, (1, 2, 1, "MPICH (PMI_RANK, PMI_SIZE)", ADDRESS)),
+        (SLURM | MPICH | MEETING, (1, 2, 1, "MPICH (PMI_RANK, PMI_SIZE)", ADDRESS)),
+        (
+            SLURM | JOB | {"PMI_RANK": "5", "PMI_SIZE": "6"},
+            (5, 6, 2, "Slurm (SLURM_PROCID, SLURM_NTASKS)", ("node07", 24567)),
+        ),
         ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1, None, "torchrun (RANK, WORLD_SIZE)", None)),
         (SLURM | JOB, (5, 6, 2, "Slurm (SLURM_PROCID, SLURM_NTASKS)", ("node07", 24567))),
         (
@@ -66,6 +76,9 @@ def alone(monkeypatch):
         "slurm",
         "all",
         "mpi-in-slurm",
+        "mpich",
+        "mpich-in-slurm",
+        "pmi-of-slurm",
         "one-without-address",
         "slurm-alone",
         "slurm-with-address",
@@ -74,6 +87,59 @@ def alone(monkeypatch):
 )
 def test_launchers_are_found_in_their_order(environ, expected):
     assert discover(environ) == RankInfo(*expected)
+
+
+@pytest.mark.parametrize("launcher", launchers.LAUNCHERS, ids=lambda launcher: launcher.name)
+def test_every_launcher_says_rank_and_size(launcher):
+    environ = {launcher.rank: "3", launcher.size: "4"} | ({launcher.local_rank: "1"} if launcher.local_rank else {})
+    info = discover(environ | MEETING)
+    assert (info.rank, info.size) == (3, 4)
+    assert info.local_rank == (1 if launcher.local_rank else None) and launcher.name in info.source
+
+
+ON_ONE_HOST = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "address", "job"),
+    [
+        (ON_ONE_HOST | {"PMIX_NAMESPACE": "7", "OMPI_MCA_orte_hnp_uri": "x"}, None,
+         "Open MPI PMIX_NAMESPACE=7 OMPI_MCA_orte_hnp_uri=x"),
+        (ON_ONE_HOST | {"PMI_FD": "x"}, None, f"Open MPI started by process {os.getppid()}"),
+        (ON_ONE_HOST | {"MASTER_PORT": "29501"}, ("127.0.0.1", 29501), ""),
+        (ON_ONE_HOST | MEETING, ADDRESS, ""),
+        (MPICH | {"MPI_LOCALNRANKS": "2", "PMI_PORT": "h:1"}, None, "MPICH PMI_PORT=h:1"),
+        (SLURM | JOB | {"SLURM_NNODES": "1"}, None, "Slurm SLURM_JOB_ID=1234567"),
+        (SLURM | JOB | {"SLURM_NNODES": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_ID": "3"}, None,
+         "Slurm SLURM_JOB_ID=1234567 SLURM_STEP_ID=3"),
+        (SLURM | JOB | {"SLURM_NNODES": "1", "SLURM_STEP_NUM_NODES": "2"}, ("node07", 24567), ""),
+    ],
+)  # fmt: skip
+def test_ranks_of_one_host_need_no_address(environ, address, job):
+    info = discover(environ)
+    assert (info.address, info.job) == (address, job)
+
+
+@pytest.mark.parametrize(
+    ("told", "host"),
+    [
+        (" 10.0.0.1\n", "10.0.0.1"),
+        ("[::1]", "::1"),
+        ("node_7.rack-1", "node_7.rack-1"),
+        ("fe80::1%eth0", "fe80::1%eth0"),
+    ]
+    + [
+        (text, None)
+        for text in ("tcp://10.0.0.1", "10.0.0.1:29500", "node..7", "a b", "300.1.1.1", "node7:1", "[node7")
+    ],
+)
+def test_a_host_is_a_name_or_an_address_alone(told, host):
+    environ = TORCHRUN | MEETING | {"MASTER_ADDR": told, "MASTER_PORT": " 29501 "}
+    if host is not None:
+        assert discover(environ).address == (host, 29501)
+    else:
+        with pytest.raises(ThinwireError, match="MASTER_ADDR is .* expected a host's name or address alone"):
+            discover(environ)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +198,11 @@ def test_arguments_come_before_every_launcher():
         ({"WORLD_SIZE": "2"}, {}, "RANK is not set"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, {}, "OMPI_COMM_WORLD_RANK is not set"),
         ({"SLURM_PROCID": "0"}, {}, "SLURM_NTASKS is not set"),
+        ({"PMI_RANK": "0"}, {}, "PMI_SIZE is not set"),
+        *(
+            ({name: "1"}, {}, f"{name} is '1' .* one of several.* set RANK, WORLD_SIZE")
+            for name in launchers._RANKS_ALONE
+        ),
         (TORCHRUN, {}, "MASTER_ADDR is not set .* torchrun .* 8 ranks"),
         (OPEN_MPI | {"MASTER_ADDR": "h"}, {}, "MASTER_PORT is not set .* Open MPI"),
         (OPEN_MPI | MEETING | {"MASTER_ADDR": ""}, {}, "MASTER_ADDR is not set"),
@@ -190,6 +261,22 @@ def test_a_second_init_returns_the_first_communicator_or_refuses_to_change_it(al
     comm.close()
 
 
+def test_calls_wait_as_long_as_the_callers_group_does(alone, monkeypatch):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # which wraps the backend
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
+    group = dist.new_group([0], timeout=timedelta(seconds=55))
+    for comm, seconds in ((Communicator(group), 55), (Communicator(group, timeout=5), 5), (init(), 77)):
+        assert comm.timeout == seconds and comm.split(groups=[[0]]).timeout == seconds
+        comm.close()
+
+
+@pytest.mark.parametrize(("seconds", "limit"), [(0.5, 600), (30, 600), (600, 1442)])
+def test_nccls_watchdog_comes_after_every_wait(seconds, limit):
+    assert limit_of_group("nccl", seconds).total_seconds() == limit
+    kernels = seconds + COMPILE_SECONDS + grace_of(seconds)
+    assert limit >= 2 * kernels and limit_of_group("gloo", seconds).total_seconds() == seconds
+
+
 def test_init_takes_over_an_initialised_process_group_and_leaves_it_alone(alone):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with pytest.raises(ThinwireError, match="world_size=2 was passed, but .* already with world_size 1"):
@@ -209,7 +296,7 @@ def test_ranks_that_do_not_come_raise_peer_timeout(alone, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "1")  # nobody listens there
     begin = time.monotonic()
     with pytest.raises(PeerTimeout, match=r"rank 1 of 2, from the arguments .* at 127.0.0.1:1 "):
-        init(rank=1, world_size=2, device="cpu", timeout=0.2)
+        init(rank=1, world_size=2, device="cpu", meeting_timeout=0.2)
     assert time.monotonic() - begin < 30.0
     assert not dist.is_initialized()
 

@@ -277,3 +277,19 @@ def test_what_a_wait_gives_or_raises_is_told_however_often_it_is_asked() -> None
             assert waiting.done
     assert len(calls) == 2
     waiter.close()
+
+
+def _closed_while_it_waits(comm: Communicator) -> None:
+    if comm.rank:
+        time.sleep(4)  # longer than the other waits
+        return
+    signal.signal(signal.SIGALRM, lambda number, frame: comm.close())
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    tensor = torch.ones(4)
+    with pytest.raises(ThinwireError, match="closed"):
+        comm.all_reduce(tensor)
+    assert tensor.tolist() == [1.0] * 4
+
+
+def test_a_wait_of_a_communicator_that_a_handler_closes_raises() -> None:
+    run_ranks(_closed_while_it_waits, 2, timeout=5)

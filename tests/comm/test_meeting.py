@@ -18,7 +18,9 @@ import thinwire as tw
 from tests.comm.test_bootstrap import alone as alone
 from thinwire import testing
 from thinwire.comm import Communicator
-from thinwire.comm.agreement.meeting import INTERFACE_VARIABLE, serve, start_store
+from thinwire.comm.agreement import meeting
+from thinwire.comm.agreement.meeting import INTERFACE_VARIABLE, start_store, store_at
+from thinwire.comm.hosts import is_loopback
 from thinwire.errors import PeerTimeout, ThinwireError
 from thinwire.testing import run_ranks
 
@@ -136,7 +138,7 @@ def test_a_port_that_is_taken_is_told(alone: None, monkeypatch: pytest.MonkeyPat
             monkeypatch.setenv("MASTER_ADDR", host)
             monkeypatch.setenv("MASTER_PORT", str(port))
             with pytest.raises(ThinwireError, match=f"rank 0 cannot listen at {host}:{port}: .*in use.*MASTER_PORT"):
-                tw.init(rank=0, world_size=2, device="cpu", timeout=5.0)
+                tw.init(rank=0, world_size=2, device="cpu", meeting_timeout=5.0)
             assert not dist.is_initialized()
 
 
@@ -148,7 +150,7 @@ def test_ranks_that_do_not_come_are_waited_for_no_longer_than_the_timeout(
     monkeypatch.setenv("MASTER_PORT", str(port))
     for _ in range(2):
         with pytest.raises(PeerTimeout, match=rf"rank 0 of 2, .* could not meet the others at 127.0.0.1:{port} "):
-            tw.init(rank=0, world_size=2, device="cpu", timeout=0.5)
+            tw.init(rank=0, world_size=2, device="cpu", meeting_timeout=0.5)
 
 
 def test_a_store_of_any_free_port_listens_on_its_address_alone() -> None:
@@ -181,7 +183,7 @@ def test_run_ranks_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) ->
 _ONE_OF_THREE = """
 import os, sys, thinwire as tw
 try:
-    tw.init(rank=int(sys.argv[1]), world_size=3, timeout=float(sys.argv[2]), device="cpu")
+    tw.init(rank=int(sys.argv[1]), world_size=3, meeting_timeout=float(sys.argv[2]), device="cpu")
 except tw.PeerTimeout as error:
     print(sys.argv[1], list(error.ranks), error)
 """
@@ -203,12 +205,65 @@ def test_all_that_came_are_told_who_is_missing_in_one_line() -> None:
         )
 
 
+def come_late(comm: Communicator, port: int) -> float:
+    leave(comm, "127.0.0.1", port)
+    time.sleep(1.5 * comm.rank)
+    with tw.init(device="cpu", timeout=0.5) as world:  # of calls, not of this meeting
+        world.barrier()
+        return world.timeout
+
+
+def test_a_rank_may_come_later_than_calls_wait() -> None:
+    assert run_ranks(come_late, 2, free_port()) == [0.5, 0.5]
+
+
+_ENDS = {"before all had come": "dist.TCPStore.check", "meanwhile": "dist.init_process_group"}
+
+
+@pytest.mark.parametrize("when", _ENDS)
+def test_a_rank_that_ends_during_the_meeting_is_named_at_once(when: str) -> None:
+    program = "import os\nimport torch.distributed as dist\nfrom thinwire.comm.agreement import meeting\n"
+    program += f"if os.environ['ENDS'] == '1':\n    {_ENDS[when]} = lambda *_, **__: os._exit(0)\n{_ONE_OF_THREE}"
+    port = free_port()
+    environ = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ending = 1 if when.startswith("before") else 2  # rank 2 does not come, or comes
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(rank), "600"], env=environ | {"ENDS": str(int(rank == ending))},
+            stdout=subprocess.PIPE, text=True,
+        )
+        for rank in range(3) if rank != 2 or ending == 2
+    ]  # fmt: skip
+    told = [process.communicate(timeout=90)[0] for process in started]
+    for rank in {0, 1} - {ending}:
+        assert told[rank].startswith(f"{rank} [{ending}] ") and f"rank {ending} ended {when}" in told[rank], told
+
+
+def meet_by_job(comm: Communicator) -> list[int]:
+    comm.close()
+    dist.destroy_process_group()
+    for name in (INTERFACE_VARIABLE, "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    job, rank = divmod(comm.rank, 2)
+    size = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    os.environ |= size | {"OMPI_COMM_WORLD_RANK": str(rank), "PMIX_NAMESPACE": f"{os.getppid()} {job}"}
+    found = []
+    for _ in range(2):  # at the same place
+        with tw.init(device="cpu") as world:
+            found = world.all_gather_object((job, world.rank))
+    return found
+
+
+def test_jobs_of_one_host_meet_without_an_address_and_not_each_other() -> None:
+    found = run_ranks(meet_by_job, 4)
+    assert found == [[(job, 0), (job, 1)] for job in (0, 0, 1, 1)]
+
+
 @pytest.mark.parametrize(
     ("rank", "host", "missing", "reason"),
     [
         (1, "127.0.0.1", [0], "nobody listens there (Connection refused)"),
-        (1, "no.such.host.invalid", [0], "nobody listens there ("),
-        (1, "node..7", [0], "nobody listens there ("),
+        (1, "no.such.host.invalid", [0], "nobody listens there (the name cannot be looked up: "),
         (0, "no.such.host.invalid", [], "this host does not reach itself there ("),
     ],
 )
@@ -234,9 +289,12 @@ def test_who_listens_and_does_not_answer_is_waited_for_no_longer_than_the_timeou
 
 
 def test_the_store_of_several_hosts_is_where_its_address_leads_and_takes_no_port_from_another() -> None:
-    port, limit = free_port(), timedelta(seconds=20)
-    store = serve("127.0.0.1", port, 1, limit)
-    assert store is not None
-    store.set("key", "value")
-    assert dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit).get("key") == b"value"
-    assert serve("127.0.0.1", port, 1, limit) is None
+    host, limit = socket.gethostbyname(socket.gethostname()), timedelta(seconds=20)
+    if is_loopback(host):
+        pytest.skip("this machine has no address but loopback's, or none by its name")
+    port = free_port(host)
+    store_at(host, port, 0, limit).set("key", "value")
+    assert dist.TCPStore(host, port, is_master=False, timeout=limit).get("key") == b"value"
+    meeting._started.clear()
+    with pytest.raises(ThinwireError, match=f"rank 0 cannot listen at {host}:{port}: .*in use"):
+        store_at(host, port, 0, limit)

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import thinwire as tw
 from tests.helpers.files import open_files
 from tests.helpers.mortal import TIMEOUT, die, ranks, tell, wait_for
 from tests.helpers.speeds import exhaustive_but
-from thinwire.comm import Communicator
+from thinwire.comm import Communicator, communicator
 from thinwire.comm.agreement.standby import Meeting, Standby
 from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
 from thinwire.testing import run_ranks
@@ -81,6 +82,66 @@ def test_survivors_name_the_same_ranks_and_go_on(
             assert (named, rank, size) == (told[0][0], place, len(left)), text
             # Who is stopped beside another may not have been missed yet when the first one was.
             assert named and set(named) <= set(victims) and "the ranks agree that" in text, text
+
+
+_CALLS: dict[str, Callable[[Communicator, tw.ExpertParallel | None], object]] = {
+    "collective": lambda comm, _: tw.all_reduce(torch.ones(3000), wire="int8", transport="direct", comm=comm),
+    "all-to-all-v": lambda comm, _: tw.all_to_all_v(torch.ones(3, 8), [1] * 3, [1] * 3, transport="direct", comm=comm),
+    "round": lambda _, ep: ep and ep.combine((d := ep.dispatch(*_tokens(ep.comm.rank))).tokens, d),
+    "two steps, staged": lambda comm, _: comm.all_reduce(torch.ones(40_000)),
+}
+
+
+def lose_within(comm: Communicator, name: str) -> tuple[tuple[int, ...], str]:
+    ep = tw.ExpertParallel(comm, 6, 2, 64, 8, transport="direct") if name == "round" else None
+    call = _CALLS[name]
+    call(comm, ep)
+    comm.barrier()
+    if comm.rank == 2:
+        die()
+    with pytest.raises(PeerTimeout) as caught:
+        for _ in range(3):
+            call(comm, ep)
+    return caught.value.ranks, str(caught.value)
+
+
+@pytest.mark.parametrize("name", _CALLS)
+def test_a_killed_rank_is_named_long_before_the_limit(tmp_path: Path, name: str) -> None:
+    with ranks(tmp_path, 3, lose_within, name, timeout=600.0) as case:
+        for named, text in case.told((0, 1), "result").values():
+            assert named == (2,) and "pass timeout=" not in text, text
+
+
+def split_and_leave(comm: Communicator) -> int:
+    if comm.rank == 1:
+        make = communicator.new_group
+
+        def make_late(*arguments: Any, **named: Any) -> Any:
+            time.sleep(1.0)  # rank 0 has its own by now, and nothing more to do
+            return make(*arguments, **named)
+
+        communicator.new_group = make_late
+    return comm.split(groups=[[0], [1]]).size
+
+
+def shrink_and_leave(comm: Communicator) -> int:
+    if comm.rank == 2:
+        die()
+    if comm.rank == 1:
+        pin = Standby._pin_patiently
+
+        def pin_late(self: Standby, rank: int, key: str = "", note: Any = ()) -> Any:
+            time.sleep(2.0 * key.startswith("outcome/"))  # rank 0, the host, has found it, and gone on
+            return pin(self, rank, key, note)
+
+        Standby._pin_patiently = pin_late  # type: ignore[method-assign]
+    return comm.shrink([2]).size
+
+
+@pytest.mark.parametrize(("call", "size", "left"), [(split_and_leave, 2, 1), (shrink_and_leave, 3, 2)])
+def test_a_rank_that_is_done_may_leave(tmp_path: Path, call: Any, size: int, left: int) -> None:
+    with ranks(tmp_path, size, call, timeout=20.0) as case:
+        assert case.told((0, 1), "result") == {0: left, 1: left}
 
 
 def give_up_in_turn(comm: Communicator) -> None:

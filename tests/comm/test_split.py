@@ -234,7 +234,7 @@ def make_experts(comm: Communicator) -> ExpertParallel:
 @pytest.mark.parametrize(
     ("function", "make", "told"),
     [
-        ("thinwire.comm.communicator.new_group", split_in_two, "closed while it was split"),
+        ("thinwire.comm.communicator.new_group", split_in_two, "closed"),
         ("thinwire.comm.exchange._message_tag", split_in_two, "closed while an exchange began"),
         ("thinwire.comm.exchange._message_tag", make_experts, "closed while an exchange began"),
         ("thinwire.fused.transport.allocate", make_experts, "closed"),

@@ -142,11 +142,11 @@ class Linked(Standby):
 def test_who_is_given_up_while_it_compiles_is_said_to() -> None:
     rank_0, rank_1 = Linked.several(2, timeout=0.2)
     with first_run.working("compiling a kernel for dispatch"):  # all ranks, which are in one process here
-        assert rank_0.ask_for_work() == "compiling a kernel for dispatch"
+        assert rank_0.ask_for_work(set()) == "compiling a kernel for dispatch"
         ranks, remark = rank_0.agree([1])
     assert ranks == (1,) and remark.endswith("rank 1 is lost; rank 1 is compiling a kernel for dispatch"), remark
     first_run._last_work = -math.inf, ""
-    assert rank_0.ask_for_work() == "" and rank_1.ask_for_work() == ""
+    assert rank_0.ask_for_work(set()) == "" and rank_1.ask_for_work(set()) == ""
 
 
 def cut_between(ranks: list[Linked], *parts: Iterable[int]) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import thinwire as tw
 from tests.comm.test_meeting import free_port, leave
 from thinwire.comm import Communicator
-from thinwire.comm.agreement.meeting import meet
+from thinwire.comm.agreement.meeting import meet, store_at
 from thinwire.comm.exchange import _message_tag
 from thinwire.comm.host_collectives import SHORT
 from thinwire.errors import ThinwireError
@@ -184,8 +184,9 @@ def _meet_a_stranger(comm: Communicator, name: str, port: int, folder: str, miss
             ended.touch()
         assert not made.exists(), f"{made.name} was made: a stranger's code ran"
         return f"{type(caught.value).__name__}: {caught.value}"
-    store = meet("127.0.0.1", port, 1, 2, timedelta(seconds=LIMIT))
-    dist.init_process_group("gloo", store=store, rank=1, world_size=2, timeout=timedelta(seconds=LIMIT))
+    limit = timedelta(seconds=LIMIT)
+    store = meet(store_at("127.0.0.1", port, 1, limit), 1, 2, limit).store
+    dist.init_process_group("gloo", store=store, rank=1, world_size=2, timeout=limit)
     stranger = _Stranger()
     for step in steps:
         step(stranger)

@@ -15,7 +15,7 @@ from tests.helpers.speeds import exhaustive_but
 from tests.helpers.wires import assert_same_bits, relative_error
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.work import Work
-from thinwire.errors import CountsError, PeerTimeout, TransportUnavailable, WireFormatError
+from thinwire.errors import ArgumentError, CountsError, PeerTimeout, TransportUnavailable, WireFormatError
 from thinwire.fused import staged
 from thinwire.fused.all_to_all import all_to_all_v, open_channel
 from thinwire.fused.codec import dequantize, quantize
@@ -259,8 +259,8 @@ def _bad_input(comm: Communicator, warm: bool) -> None:
         ),
         (lambda: all_to_all_v(x, ones, ones, out=torch.zeros(4, 16)[:, ::2], comm=comm), CountsError, "contiguous"),
         (lambda: all_to_all_v(wants_gradient, ones, ones, out=x, comm=comm), WireFormatError, "no backward"),
-        (lambda: all_to_all_v(x.tolist(), ones, ones, comm=comm), TransportUnavailable, "x is a list"),  # type: ignore[arg-type]
-        (lambda: all_to_all_v(x, ones, ones, out=[x], comm=comm), TransportUnavailable, "out is a list"),  # type: ignore[arg-type]
+        (lambda: all_to_all_v(x.tolist(), ones, ones, comm=comm), ArgumentError, "x is a list"),  # type: ignore[arg-type]
+        (lambda: all_to_all_v(x, ones, ones, out=[x], comm=comm), ArgumentError, "out is a list"),  # type: ignore[arg-type]
         (
             lambda: all_to_all_v(x, ones, comm=comm, transport="fast"),
             TransportUnavailable,

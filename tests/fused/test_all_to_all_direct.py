@@ -19,6 +19,7 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 import torch
 import torch.distributed as dist
 
+import thinwire as tw
 from tests.helpers.speeds import exhaustive_but
 from tests.helpers.wires import DTYPES, WIRES, assert_same_bits, magnitudes
 from thinwire.comm.communicator import Communicator

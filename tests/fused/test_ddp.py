@@ -218,7 +218,7 @@ def _double(comm: Communicator) -> None:
 def _sparse(comm: Communicator) -> None:
     model = DistributedDataParallel(nn.Embedding(4, 3, sparse=True), process_group=comm.group)
     model.register_comm_hook(AllReduceState(comm), all_reduce_hook)
-    with pytest.raises(ArgumentError, match="bucket 0 .* sparse_coo.*all_reduce_hook .*sparse=False"):
+    with pytest.raises(ArgumentError, match="bucket 0 .*sparse_coo.*all_reduce_hook .*sparse=False"):
         model(torch.tensor([1])).sum().backward()
 
 

@@ -26,7 +26,7 @@ from tests.helpers.odd_tensors import odd
 from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.recorder.flight_recorder import NAME, TRANSPORT
-from thinwire.errors import ArgumentError, CountsError, ThinwireError, TransportUnavailable, WireFormatError
+from thinwire.errors import ArgumentError, CountsError, ThinwireError, WireFormatError
 from thinwire.fused import collective, host_channel, prepared
 from thinwire.fused.all_gather import all_gather
 from thinwire.fused.all_reduce import all_reduce

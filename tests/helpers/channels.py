@@ -26,7 +26,7 @@ def send_rows(
 ) -> Transfer:
     """Begins a call, as `Channel.begin` does for rows of shape `tail`; with `wait` it is over on return."""
     call: Any = SimpleNamespace(tail=tail, sends=sends, receives=None, wire=wire, route=None)
-    unused: Any = None
-    end: Any = channel.begin(unused, call, x, recv_buffer, place, wait)
+    comm: Any = SimpleNamespace(num_programs=None)
+    end: Any = channel.begin(comm, call, x, recv_buffer, place, wait)
     transfer: Transfer = end.__self__
     return transfer

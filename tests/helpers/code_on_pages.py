@@ -74,7 +74,7 @@ def run_program(blocks: list[Block]) -> tuple[list[str], str]:
     """
     printed: list[str] = []
 
-    def write(*values: object) -> None:
+    def write(*values: object, flush: bool = False) -> None:
         printed[-1] += " ".join(map(str, values)) + "\n"
 
     names: dict[str, Any] = {"__name__": "__main__", "print": write}

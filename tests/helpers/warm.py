@@ -51,8 +51,8 @@ def load_kernels() -> list[str]:
     """Loads every kernel that is in numba's cache, for all types that it was compiled for, and names the others."""
     missing = []
     for kernel in cpu_kernels():
-        index = kernel._cache._cache_file._load_index()
-        current = kernel._cache._index_key
+        index = kernel._cache._files._cache_file._load_index()
+        current = kernel._cache._files._index_key
         for key in index:
             signature, fingerprint = key[0]  # those of older sources are kept, too
             if fingerprint == FINGERPRINT and key == current(key[0], kernel.targetctx.codegen()):

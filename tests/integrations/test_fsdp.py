@@ -336,7 +336,7 @@ def _feedback(comm: Communicator) -> None:
     exact = torch.stack(comm.all_gather_object(x)).mean(0).chunk(comm.size)[comm.rank]
     out, errors = torch.empty(5000), {}
     for feedback in (False, True):
-        leg, total = fsdp._ReduceScatter(fsdp.resolve_wire("int4"), {}, feedback), torch.zeros(5000)
+        leg, total = fsdp._ReduceScatter(fsdp.resolve_wire("int4"), {}, None, feedback), torch.zeros(5000)
         for _ in range(50):
             leg(out, x.clone(), comm.group, dist.ReduceOp.AVG)
             total += out
@@ -351,7 +351,7 @@ def _feedback(comm: Communicator) -> None:
     # Other parameters with gradients have lost nothing yet.
     fresh, again = torch.empty(4000), torch.empty(4000)
     leg(again, x[: 4000 * comm.size].clone(), comm.group, dist.ReduceOp.AVG)
-    fsdp._ReduceScatter(leg._wire, {}, False)(fresh, x[: 4000 * comm.size].clone(), comm.group, dist.ReduceOp.AVG)
+    fsdp._ReduceScatter(leg._wire, {}, None)(fresh, x[: 4000 * comm.size].clone(), comm.group, dist.ReduceOp.AVG)
     assert torch.equal(fresh, again)
     # A model's groups each remember their own.
     net = _shard(_net(), _mesh(comm))

@@ -488,7 +488,7 @@ def _opcheck(comm: tw.Communicator, transport: str) -> None:
     ops, order = torch.ops.thinwire, operators.ORDER.clone()
     x, ids, weights = _batch(7, comm.rank, grad=False)
     of_tokens = HIDDEN, x.dtype, x.device
-    wants = 3  # rows and weights
+    wants = 7  # rows, weights and experts
 
     def check(operator: Any, *args: Any) -> None:
         """Of inputs without gradients, as torch has it for operators that write."""

@@ -348,3 +348,30 @@ def test_what_cannot_be_loaded_is_not_saved_either(
     with pytest.raises(CheckpointError, match=what):
         tw.save_checkpoint(model, tmp_path / "never", optimizer=optimizer)
     assert not list(tmp_path.iterdir())
+
+
+class _Counting(torch.optim.SGD):
+    """Counts its steps in a setting, in place, and draws noise."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, 0.1)
+        for group in self.param_groups:
+            group["steps"] = torch.tensor(0.0)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] += 1
+            torch.randn_like(group["params"][0])
+        super().step(closure)
+
+
+def test_saving_and_loading_steps_no_optimiser_and_draws_no_numbers(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 3)
+    model.weight_of_codes = torch.nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
+    optimizer = _Counting(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    before = torch.get_rng_state()
+    tw.save_checkpoint(model, tmp_path / "file", optimizer=optimizer)
+    tw.load_checkpoint(model, tmp_path / "file", optimizer=optimizer)
+    assert optimizer.param_groups[0]["steps"] == 1 and torch.equal(torch.get_rng_state(), before)

@@ -10,7 +10,7 @@ import torch
 from tests.helpers.hosts import for_transport
 from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import CapacityError, RoutingError, ThinwireError, TransportUnavailable
+from thinwire.errors import ArgumentError, CapacityError, RoutingError, ThinwireError
 from thinwire.moe.layer import MoELayer
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
@@ -47,7 +47,7 @@ def _refused(comm: Communicator, transport: str) -> None:
             ((x, ids - 2, weights), RoutingError, "topk_ids runs from -2"),
             ((x[:, :-1], ids, weights), RoutingError, "x is"),
             ((torch.cat([x, x]), torch.cat([ids, ids]), torch.cat([weights, weights])), CapacityError, "8 tokens"),
-            ((x.numpy(), ids, weights), TransportUnavailable, "x is a ndarray"),
+            ((x.numpy(), ids, weights), ArgumentError, "x is a ndarray"),
             ((x.to_sparse(), ids, weights), ThinwireError, "sparse"),
         ]
         for number, (arguments, error, message) in enumerate(wrong):

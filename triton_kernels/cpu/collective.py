@@ -347,7 +347,13 @@ def whole_kernel(numbers, scratch, op, x, out, chunk):
 
 def _wait(end: Endpoint, job: Job, leg: int, timeout: float, grace: float) -> bool:
     """Whether the leg is complete, and the memory still in use. Python's signal handlers run meanwhile."""
-    return signal.run_wait(partial(wait_kernel, _memory(end, job)[0], leg), timeout, grace) == signal.ARRIVED
+
+    def missed() -> list[int]:
+        half = int(end.control[CONTROL_EPOCH]) & 1
+        return signal.flags_behind(end, end.layout.HEADERS + half * end.layout.WORLD * SIGNAL_LINE_BYTES)
+
+    kernel = partial(wait_kernel, _memory(end, job)[0], leg)
+    return signal.run_wait(kernel, timeout, grace, end, missed) == signal.ARRIVED
 
 
 def whole(end: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int) -> int:

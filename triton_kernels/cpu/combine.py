@@ -55,6 +55,7 @@ from thinwire.triton_kernels.cpu.signal import (
     SPINS,
     is_running,
     let_others_run,
+    lines_of,
     own_line,
     run_wait,
     signal_line,
@@ -294,7 +295,15 @@ def wait_for_parts(lane: Lane, sources: torch.Tensor, parts: int, timeout: float
     """
     word = parts_word(int(lane.control[CONTROL_EPOCH]), parts)
     arguments = numbers_of(lane).address, sources.data_ptr(), len(sources), word
-    return run_wait(lambda deadline, _: wait_for_parts_kernel(*arguments, deadline), timeout, 0.0) == ARRIVED
+
+    def missed() -> list[int]:
+        parts_there = lines_of(lane, lane.layout.COMBINE_SIGNALS)[sources.numpy(), rounds.SIGNAL_PARTS]
+        behind = (parts_there.astype(np.int64) - word) & 0xFFFFFFFF > 2 * MOST_PARTS
+        found: list[int] = sources.numpy()[behind].tolist()
+        return found
+
+    kernel = lambda deadline, _: wait_for_parts_kernel(*arguments, deadline)  # noqa: E731
+    return run_wait(kernel, timeout, 0.0, lane, missed) == ARRIVED
 
 
 def send_sums(

@@ -67,7 +67,7 @@ if HAS_NUMBA:
         """
 
         def __init__(self, function: Any) -> None:
-            file = function.__module__.rpartition(".")[2]
+            file = (function.__module__ or "").rpartition(".")[2]
             self._name, self._what = function.__name__, f"a kernel for {_PURPOSES.get(file, file)}"
             self._files: FunctionCache | None = None
             with suppress(RuntimeError):  # neither the source's folder nor the user's cache folder can be written

@@ -326,4 +326,6 @@ def wait(lane: Lane, phase: int, timeout: float, grace: float) -> None:
     """
     if phase not in (rounds.DISPATCH, rounds.COMBINE):
         raise ValueError(f"phase is {phase!r}; accepted: {rounds.DISPATCH} (dispatch), {rounds.COMBINE} (combine)")
-    signal.run_wait(partial(wait_kernel, numbers_of(lane).address, phase), timeout, grace)
+    lines = lane.layout.SIGNALS if phase == rounds.DISPATCH else lane.layout.COMBINE_SIGNALS
+    kernel = partial(wait_kernel, numbers_of(lane).address, phase)
+    signal.run_wait(kernel, timeout, grace, lane, lambda: signal.flags_behind(lane, lines))

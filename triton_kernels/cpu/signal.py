@@ -23,6 +23,7 @@ from thinwire.triton_kernels.cpu.ir.atomics import (
 )
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, store_int32
 from thinwire.triton_kernels.cpu.ir.vectors import constant, load
+from thinwire.triton_kernels.end import End
 from thinwire.triton_kernels.signal import (
     CONTROL_EPOCH,
     CONTROL_STATUS,
@@ -35,6 +36,7 @@ from thinwire.triton_kernels.signal import (
     SAID_LEFT,
     SAID_STUCK,
     SAID_STUCK_ON_YOU,
+    SIGNAL_FLAG,
     SIGNAL_LINE_BYTES,
     SIGNAL_STUCK_EPOCH,
     SIGNAL_STUCK_ON_YOU,
@@ -50,6 +52,7 @@ _MOST_AHEAD = 1  # of epochs, see `docs/protocol.md`
 _LONGEST_NS = 2**62
 SPINS = 200  # looks before the first yield, in a few microseconds
 SLICE_NS = 100_000_000  # so long may a pending Ctrl-C wait for Python
+LOOK_NS = 1_000_000_000  # between two looks at whether peers have ended
 _YIELDING_NS, _NAPS_OF_A_WAIT, _LONGEST_NAP_NS = 200_000, 10, 1_000_000
 
 
@@ -248,24 +251,60 @@ def poison(own, status, epoch, phase):
     store_int32(own.control + 4 * CONTROL_STATUS, status)
 
 
-def run_wait(kernel: Callable[[int, int], int], timeout: float, grace: float) -> int:
+def lines_of(end: End, offset: int) -> np.ndarray:
+    """The signal lines that all ranks write at an offset of this rank's memory, int32 [world, words]."""
+    world = end.layout.WORLD
+    lines: np.ndarray = end.buffer[offset:][: world * SIGNAL_LINE_BYTES].numpy().view(np.int32).reshape(world, -1)
+    return lines
+
+
+def flags_behind(end: End, lines: int) -> list[int]:
+    """Ranks whose flags in a row of lines have not come to the epoch under way."""
+    ahead = (lines_of(end, lines)[:, SIGNAL_FLAG].astype(np.int64) - int(end.control[CONTROL_EPOCH])) & 0xFFFFFFFF
+    found: list[int] = np.flatnonzero(ahead > _MOST_AHEAD).tolist()
+    return found
+
+
+def note_ended(end: End, missed: Callable[[], list[int]]) -> bool:
+    """Whether a wait is in vain: somebody that is `missed` has ended, or the ranks agree elsewhere that some are lost.
+
+    On who has ended notes in this rank's memory, in its place, that it has left.
+    """
+    asked = missed()
+    lost = end.find_ended(asked)
+    still = missed() if lost else ()  # it may have signalled before it ended
+    for peer in still:
+        if peer in lost:
+            lines_of(end, end.layout.STUCK)[peer, SIGNAL_FLAG] = LEFT_FLAG
+    return any(peer in still or peer not in asked for peer in lost)
+
+
+def run_wait(
+    kernel: Callable[[int, int], int], timeout: float, grace: float, end: End, missed: Callable[[], list[int]]
+) -> int:
     """How a wait ends: what `kernel(deadline, limit)` says, in nanoseconds, after as many slices of time as it takes.
 
-    Python's signal handlers run meanwhile, and peers that compile are waited for, see `thinwire.first_run`.
+    Python's signal handlers run meanwhile. Peers that compile are waited for, see `thinwire.first_run`, unless one of
+    those that are `missed`, which are looked for each second, has ended.
     """
     # The first slice has no deadline: the kernel may have to be compiled or loaded, and that is no time of the peers'.
-    spent, limit = SLICE_NS / 1e9, 0
+    spent, limit, is_vain = SLICE_NS / 1e9, 0, False
     ended = kernel(_LONGEST_NS, 0) if timeout > spent else PAUSED
     if ended == ARRIVED:
         return ended
     deadline = Deadline(timeout, time.monotonic() + timeout - spent if timeout > spent else None)
+    next_look = time.monotonic_ns() + LOOK_NS
     while ended in (PAUSED, GIVING_UP):
+        if not is_vain and (now := time.monotonic_ns()) > next_look:
+            next_look = now + LOOK_NS
+            if is_vain := note_ended(end, missed):
+                deadline.at, limit = min(deadline.at, now / 1e9), limit and min(limit, now + int(grace * 1e9))
         at = min(int(deadline.at * 1e9), _LONGEST_NS)
         if ended == GIVING_UP and limit == 0:
             # Who leaves early, because of another's report, still gives the others all the time that it had itself: a
             # live rank that is late by less than the timeout is then not named.
             limit = max(at, time.monotonic_ns()) + min(int(grace * 1e9), _LONGEST_NS)
-        elif limit == 0 and deadline.look():
+        elif limit == 0 and not is_vain and deadline.look():
             continue
         ended = kernel(at, limit)
     return ended

@@ -215,6 +215,12 @@ class Device:
                 if next(stream, self) is self:
                     streams.remove(stream)
 
+    def _choose(self, running: dict[Iterator[None], Block]) -> Iterator[None]:
+        """Who goes on."""
+        if self.metered:  # in the order of their times, as a look that comes too early takes time for nothing
+            return min(running, key=lambda turn: running[turn].clock.cycles)
+        return self._random.choice(list(running))
+
     def _stream(self, rank: int, launches: list[_Prepared | Callable[[], Iterator[None] | None]]) -> Iterator[None]:
         """A rank's launches; its turns are those of its programs."""
         for launch in launches:
@@ -238,15 +244,11 @@ class Device:
                     clocks[number] if clocks else None, self.look_at_clock,
                 )  # fmt: skip
                 blocks.append(Block(state, self._random if self._any_order else None, meter and Clock(state, meter)))
-            running = [block.run() for block in blocks]
-            clock_of = {run: block.clock for run, block in zip(running, blocks, strict=True)}
+            running = {block.run(): block for block in blocks}
             while running:
-                if meter:  # in the order of their times, as a look that comes too early takes time for nothing
-                    program = min(running, key=lambda run: clock_of[run].cycles)
-                else:
-                    program = self._random.choice(running)
-                if next(program, self) is self:
-                    running.remove(program)
+                turn = self._choose(running)
+                if next(turn, self) is self:
+                    del running[turn]
                 else:
                     yield
             for block in blocks:

@@ -159,12 +159,11 @@ def test_nobody_gives_up_while_a_program_of_its_rank_still_sends(op: int, seed: 
         out = collectives.queue(call)[0]
     choose = Device._choose
 
-    def choose_seldom(self: Device, turns: dict[Iterator[None], Any]) -> Iterator[None]:
-        turn = choose(self, turns)
-        block = turns[turn].running[turn]
-        slow = block is not None and block is turns[turn].blocks.get(PROGRAMS - 1)
-        slow = slow and out.data_ptr() in block.state.arguments.values()
-        return choose(self, turns) if slow and self._random.random() < SLOWLY else turn
+    def choose_seldom(self: Device, running: dict[Iterator[None], Any]) -> Iterator[None]:
+        turn = choose(self, running)
+        state = running[turn].state
+        slow = state._special["%ctaid.x"] == PROGRAMS - 1 and out.data_ptr() in state.arguments.values()
+        return choose(self, running) if slow and self._random.random() < SLOWLY else turn
 
     with mock.patch.object(Device, "_choose", choose_seldom):
         device.run_queued()

@@ -36,7 +36,7 @@ _COLUMNS = 110  # of all lines, unless --wide is given
 
 def launcher_of(environ: Mapping[str, str]) -> str | None:
     """Which launcher started this process as one of its ranks, if one did."""
-    return next((name for name, rank, size, _ in LAUNCHERS if rank in environ or size in environ), None)
+    return next((one.name for one in LAUNCHERS if one.rank in environ or one.size in environ), None)
 
 
 def run_bench(settings: Settings, command: str, json_file: Path | None, plot_folder: Path | None) -> int:

@@ -136,7 +136,8 @@ def main(device: str, rank: str, size: str) -> None:
         run_ranks(examine, int(size), mode="thread", device=device, timeout=600)
         return
     try:
-        comm = tw.init(rank=int(rank), world_size=int(size), device=f"cuda:{rank}" if device == "cuda" else device)
+        device = f"cuda:{rank}" if device == "cuda" else device
+        comm = tw.init(rank=int(rank), world_size=int(size), device=device, timeout=30)
     except Exception as error:
         tell(int(rank), "meeting", f"{type(error).__name__}: {error}", ok=False)
         return

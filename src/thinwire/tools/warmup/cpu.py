@@ -46,13 +46,12 @@ class CpuKernels:
 
 def cpu_kernels() -> list[Any]:
     """The functions that numba keeps compiled on disk, each once."""
-    from numba.core.caching import FunctionCache
     from numba.core.registry import CPUDispatcher
 
     found = {}
     for module in pkgutil.iter_modules(cpu.__path__, f"{cpu.__name__}."):
         for value in vars(importlib.import_module(module.name)).values():
-            if isinstance(value, CPUDispatcher) and isinstance(value._cache, FunctionCache):
+            if isinstance(value, CPUDispatcher) and value._cache.cache_path is not None:
                 found[value.py_func] = value
     return list(found.values())
 
