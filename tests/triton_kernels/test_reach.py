@@ -5,6 +5,7 @@ CPU ranks stand in: their heap has the steps of the GPUs' one, and Triton's inte
 
 from __future__ import annotations
 
+import re
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -81,8 +82,9 @@ def _all_reduce(comm: Communicator, heap: type[_Heap], shift: int | None) -> str
 @pytest.mark.parametrize(("shift", "at"), [(0, "lost"), (64, "at the wrong place"), (None, "")])
 def test_stores_that_do_not_arrive_are_found_before_a_call_waits_for_them(shift: int | None, at: str) -> None:
     for told in run_ranks(_all_reduce, 3, _Heap, shift, env=INTERPRETED, timeout=120):
-        why = "staged, as what ranks [1] stored in the memory of rank 2 on cpu did not arrive whole in 10 s"
-        assert (why in told) == bool(at) and ("collectives: direct" in told) != bool(at), told
+        # Rank 1's words at the wrong place may lie on rank 2's own.
+        why = r"staged, as what ranks \[1(, 2)?\] stored in the memory of rank 2 on cpu did not arrive whole in 10 s"
+        assert bool(re.search(why, told)) == bool(at) and ("collectives: direct" in told) != bool(at), told
 
 
 def _all_reduce_twice(comm: Communicator) -> list[str]:
