@@ -44,7 +44,7 @@ def assert_same_bits(name: str, expected: torch.Tensor, got: torch.Tensor, any_n
 def relative_error(exact: torch.Tensor, got: torch.Tensor) -> float:
     """Relative L2 error, in float64."""
     exact, got = exact.double(), got.double()
-    return float((got - exact).norm() / exact.norm())
+    return float((got - exact).detach().norm() / exact.norm())
 
 
 def magnitudes(rows: int, hidden: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
