@@ -86,8 +86,9 @@ class Work(Generic[_T]):
                     over = True
                     self._step = next(self._steps, None)
                     over = False
-                assert self._finish is not None
-                self._result = self._finish()
+                if self._finish is not None:  # as it is not if another thread was here since it was looked at
+                    self._result = self._finish()
+                self._let_go()
         except BaseException as error:
             # Any other exception is none of this call's: whoever comes next goes on with what it ended.
             if over or isinstance(error, ThinwireError):
@@ -97,7 +98,6 @@ class Work(Generic[_T]):
         finally:
             if self._recorded is not None:
                 self._recorded.end_turn()
-        self._let_go()
 
     def _let_go(self) -> None:
         self._finish, self._steps, self._step = None, iter(()), None  # they hold the caller's tensors

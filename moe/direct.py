@@ -87,12 +87,12 @@ class DirectRounds(DirectLanes):
     def is_open(self, lane: int) -> bool:
         return self._open[lane] and self._due[lane] is None
 
-    def refuse(self, lane: int) -> None:
+    def refuse(self, lane: int, why: int) -> None:
         """All ranks find a mismatch; what is left of the round is due before the next leg on the lane."""
         self.raise_failure(lane)
         self._wait_for_due(lane)
         self.rounds_begun[lane] += 1
-        self.kernels.refuse(self.lanes[lane])
+        self.kernels.refuse(self.lanes[lane], why)
         self._open[lane], self._due[lane] = True, DISPATCH
 
     def close_round(self, lane: int, end: int) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.comm.exchange import name_ranks
 from thinwire.comm.memory.symmetric import SymmetricMemory, held_bytes
 from thinwire.errors import PeerTimeout, RoutingError
 from thinwire.fused.backend import select_round_kernels
 from thinwire.fused.direct_transport import DirectTransport
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.gradients import describe_tag
-from thinwire.moe.round_transport import Rounds, left_open
+from thinwire.moe.round_transport import Rounds, left_open, refused_by
 from thinwire.triton_kernels import signal
 from thinwire.triton_kernels.round_layout import (
     COMBINE,
@@ -188,14 +187,10 @@ class DirectLanes(DirectTransport, Rounds):
         layout = self.lanes[lane].layout
         names = {code: str(dtype) for dtype, code in DTYPE_CODES.items()}
         lines = self._lines(lane, layout.SIGNALS)
-        refused = lines[:, SIGNAL_TOKENS] == REFUSED
-        refusing = refused.nonzero()[:, 0].tolist()
-        if refusing:
-            return RoutingError(
-                f"lane {lane}: {name_ranks(refusing)} refused what dispatch was given there, and raised why; no rank's "
-                "tokens were taken, and all ranks may go on"
-            )
         told = lines[:, [SIGNAL_TOKENS, SIGNAL_DTYPE]].tolist()
+        refusals = {rank: word >> DTYPE_BITS for rank, (tokens, word) in enumerate(told) if tokens == REFUSED}
+        if refusals:
+            return RoutingError(f"lane {lane}: {refused_by(refusals)}")
         described = []
         for rank, (tokens, word) in enumerate(told):
             dtype = names.get(word & (1 << DTYPE_BITS) - 1, "an unknown dtype")

@@ -43,7 +43,7 @@ from thinwire.errors import RoutingError
 from thinwire.fused.counts import new_rows
 from thinwire.moe.plan import first_mentions
 
-MOST_WANTS = 4  # different ones
+MOST_WANTS = 8  # different ones
 MOST_LAYERS = 1 << 16
 _TAG_MASK = (1 << 28) - 1
 _DOT_ROWS = 4096  # of which float32 copies are made at a time
@@ -57,7 +57,7 @@ class Wants(NamedTuple):
 
     Attributes:
         experts: whether gradients are enabled at all: experts of any rank may want theirs, whatever x and topk_weights
-            do, and dy comes to them from all ranks. It is not compared.
+            do, and dy comes to them from all ranks.
     """
 
     rows: bool
@@ -85,7 +85,7 @@ class Wants(NamedTuple):
 
     def tag(self, of: int = 0) -> int:
         """What is compared, and which layer's forward a leg is of, or which round's backward. At most 28 bits."""
-        return (of * MOST_WANTS + self.rows + 2 * self.weights) & _TAG_MASK
+        return (of * MOST_WANTS + self.code) & _TAG_MASK
 
 
 #: Of a round without gradients.
@@ -94,8 +94,12 @@ NO_WANTS = Wants(False, False, False)
 
 def describe_tag(tag: int, of: str) -> str:
     """A tag in words, of a "layer" or a "round"."""
-    wants = ("no gradients", "gradients of x", "gradients of topk_weights", "gradients of x and topk_weights")
-    return wants[tag % MOST_WANTS] + (f" of {of} {tag // MOST_WANTS}" if tag >= MOST_WANTS else "")
+    wants = Wants.of_code(tag % MOST_WANTS)
+    inputs = [name for name, wanted in (("x", wants.rows), ("topk_weights", wants.weights)) if wanted]
+    said = "gradients enabled" if wants.experts else "no gradients"
+    return (f"gradients of {' and '.join(inputs)}" if inputs else said) + (
+        f" of {of} {tag // MOST_WANTS}" if tag >= MOST_WANTS else ""
+    )
 
 
 class GradientPlan(ABC):

@@ -31,7 +31,7 @@ from thinwire.moe.config import ParallelConfig
 from thinwire.moe.dispatched import Dispatched, ExpertRows
 from thinwire.moe.gradients import MOST_LAYERS, Wants
 from thinwire.moe.legs import Started, StartedCombine, StartedDispatch, Tokens
-from thinwire.moe.round_transport import CLOSED, OVERTAKEN, Rounds
+from thinwire.moe.round_transport import CLOSED, OVERTAKEN, Rounds, refusal_of
 from thinwire.moe.shared import ends_with, shared
 from thinwire.operators import register
 from thinwire.wire import WireFormat
@@ -289,7 +289,7 @@ class ExpertParallel:
             rounds = self._settle(lane)
             rounds.leave_open(lane)
             with rounds.call("dispatch", lane, ahead=1) as call:
-                rounds.refuse(lane)
+                rounds.refuse(lane, refusal_of(error))
                 call.failed(error)
 
     @compiled_as(compiled_round.combine)  # through which checkpointing stops a recomputation, after the call

@@ -156,9 +156,9 @@ class RailRounds(TwoLevelLanes):
 
         return wait
 
-    def refuse(self, lane: int) -> None:
+    def refuse(self, lane: int, why: int) -> None:
         """All ranks find a mismatch, also those of other hosts; on the CPU, see `ExpertParallel.refuse`."""
-        super().refuse(lane)
+        super().refuse(lane, why)
         self._post_tokens(lane)()
 
     def begin_combine(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,27 @@ FORGOTTEN = (
     "its experts add nothing, and get no gradients; combine() it before that, or abandon() it"
 )
 CLOSED = "its ExpertParallel was closed, or rebuilt, since"
+_REFUSALS = ("", "x", "topk_ids", "topk_weights", "more tokens than max_tokens")  # what a rank refuses, by its number
+MOST_REFUSALS = len(_REFUSALS)
 _MOST_ACCEPTED = 1024  # shapes and dtypes that are remembered
+
+
+def refusal_of(error: Exception) -> int:
+    """What an error of dispatch's arguments is about, as a number for the peers; 0: something else."""
+    if isinstance(error, CapacityError):
+        return _REFUSALS.index("more tokens than max_tokens")
+    named = re.match(r"(x|topk_ids|topk_weights)\b", str(error))
+    return _REFUSALS.index(named[1]) if named else 0
+
+
+def refused_by(refusals: Mapping[int, int]) -> str:
+    """What the peers of ranks that refused are told, whatever numbers these sent."""
+    said = {rank: _REFUSALS[number] for rank, number in refusals.items() if 0 < number < MOST_REFUSALS}
+    why = ", ".join(f"{what} on rank {rank}" for rank, what in said.items())
+    return (
+        f"{name_ranks(refusals)} refused what dispatch was given there{f' ({why})' if why else ''}, and raised why; no "
+        "rank's tokens were taken, and all ranks may go on"
+    )
 
 
 class OnLane:
@@ -61,8 +82,8 @@ class Rounds:
         """
         raise NotImplementedError
 
-    def refuse(self, lane: int) -> None:
-        """Tells the peers, who are in a dispatch or come to it, that this rank's arguments were refused."""
+    def refuse(self, lane: int, why: int) -> None:
+        """Tells the peers, who are in a dispatch or come to it, that this rank's arguments were: a `refusal_of`."""
         raise NotImplementedError
 
     def is_open(self, lane: int) -> bool:

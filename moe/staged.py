@@ -7,7 +7,6 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from thinwire.comm.exchange import name_ranks
 from thinwire.errors import RoutingError, ThinwireError
 from thinwire.fused.counts import new_rows
 from thinwire.fused.staged import StagedExchange, dense_segments
@@ -16,10 +15,10 @@ from thinwire.moe.dispatched import Dispatched, Traffic
 from thinwire.moe.gradients import MOST_LAYERS, MOST_WANTS, GradientPlan, Wants, describe_tag
 from thinwire.moe.plan import ArrivalPlan, SendPlan, merge_repeated_experts
 from thinwire.moe.received import Arrived
-from thinwire.moe.round_transport import Rounds, left_open
+from thinwire.moe.round_transport import MOST_REFUSALS, Rounds, left_open, refused_by
 from thinwire.triton_kernels.round_layout import ABANDONED, LEFT_OPEN, WITH_SUMS
 
-_REFUSED = 2**63 - 1  # in place of a count: the rank raised
+_REFUSED = 2**63 - MOST_REFUSALS  # and from there on, in place of a count: the rank raised
 
 
 class StagedRounds(Rounds):
@@ -109,10 +108,10 @@ class StagedRounds(Rounds):
 
         return wait
 
-    def refuse(self, lane: int) -> None:
+    def refuse(self, lane: int, why: int) -> None:
         """All ranks hear of it with the counts."""
         self.rounds_begun[lane] += 1
-        self.config.comm.exchange_counts([_REFUSED] * self.config.comm.size)
+        self.config.comm.exchange_counts([_REFUSED + why] * self.config.comm.size)
 
     def exchange_counts(self, counts: list[int], dtype: torch.dtype, tag: int) -> list[int]:
         """The peers' counts; with them everyone learns everyone's dtype and tag, which must be the same."""
@@ -120,12 +119,9 @@ class StagedRounds(Rounds):
         comm, dtypes, kinds = config.comm, len(ROUND_DTYPES), MOST_LAYERS * MOST_WANTS * len(ROUND_DTYPES)
         kind = dtypes * tag + ROUND_DTYPES.index(dtype)
         received = comm.exchange_counts([count * kinds + kind for count in counts])
-        refusing = [peer for peer, value in enumerate(received) if value == _REFUSED]
-        if refusing:
-            raise RoutingError(
-                f"{name_ranks(refusing)} refused what dispatch was given there, and raised why; no rank's tokens were "
-                "taken, and all ranks may go on"
-            )
+        refusals = {peer: value - _REFUSED for peer, value in enumerate(received) if value >= _REFUSED}
+        if refusals:
+            raise RoutingError(refused_by(refusals))
         for peer, value in enumerate(received):
             if ROUND_DTYPES[value % dtypes] != dtype:
                 raise RoutingError(

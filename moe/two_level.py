@@ -120,11 +120,11 @@ class TwoLevelRounds(TwoLevelSums):
         dispatch.store_tokens_at(end, tokens, records, ids, weights.view(torch.float32))
         return tokens, ids
 
-    def refuse(self, lane: int) -> None:
+    def refuse(self, lane: int, why: int) -> None:
         """All ranks hear of it with the counts, before anything is stored."""
         self.raise_failure(lane)
         self.rounds_begun[lane] += 1
-        self._outer.refuse(lane)
+        self._outer.refuse(lane, why)
 
 
 class TwoLevelBackward(TwoLevelRounds, BackwardRounds):

@@ -217,12 +217,12 @@ def test_a_rank_that_dies_is_named_with_how_it_died(how, told):
 def test_the_time_limit_ends_every_rank_and_what_it_started_and_shows_where_they_were(tmp_path):
     begin = time.monotonic()
     with pytest.raises(TimeoutError) as caught:
-        run_ranks(wait_for_ever_unless, 3, 1, str(tmp_path), timeout=3.0)
+        run_ranks(wait_for_ever_unless, 3, 1, str(tmp_path), timeout=8.0)
     assert time.monotonic() - begin < HANG_BOUND / 2
     assert isinstance(caught.value, RanksTimeout)
     assert caught.value.ranks == [0, 2]
     message = str(caught.value)
-    assert message.startswith("ranks 0, 2 of 3 had not finished after 3 s")
+    assert message.startswith("ranks 0, 2 of 3 had not finished after 8 s")
     assert message.count("in sleep_in_a_named_function") == 2
     pids = [int(pid) for file in tmp_path.glob("*.pids") for pid in file.read_text().split()]
     assert len(pids) == 6

@@ -320,11 +320,11 @@ def send_tokens(
     _send_tokens(lane, x, topk_ids, topk_weights, x.shape[0], num_programs, tag)
 
 
-def refuse(lane: Lane) -> None:
-    """Begins a round in which this rank has nothing that it could send: all ranks find that their lines differ."""
+def refuse(lane: Lane, why: int) -> None:
+    """Begins a round in which this rank has nothing to send: all find that their lines differ, and `why` as its tag."""
     x = torch.empty(1, lane.layout.HIDDEN, dtype=torch.bfloat16, device=lane.buffer.device)
     ids = torch.empty(1, lane.layout.TOP_K, dtype=torch.int64, device=x.device)
-    _send_tokens(lane, x, ids, ids.float(), REFUSED, 1, 0)
+    _send_tokens(lane, x, ids, ids.float(), REFUSED, 1, why)
 
 
 def _send_tokens(

@@ -189,15 +189,24 @@ except tw.PeerTimeout as error:
 """
 
 
-def _start_one_of_three(rank: int, host: str, port: int, timeout: float) -> subprocess.Popen[str]:
+def _start_one_of_three(rank: int, host: str, port: int, timeout: float, first: str = "") -> subprocess.Popen[str]:
     environment = os.environ | {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
-    command = [sys.executable, "-c", _ONE_OF_THREE, str(rank), str(timeout)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [sys.executable, "-c", first + _ONE_OF_THREE, str(rank), str(timeout)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
 
 def test_all_that_came_are_told_who_is_missing_in_one_line() -> None:
     port = free_port()
-    ranks = [_start_one_of_three(rank, "127.0.0.1", port, 5.0) for rank in (0, 1)]
+    imports = (
+        "import thinwire\nprint('here', flush=True)\ninput()\n"  # which takes a busy machine longer than the limit
+    )
+    ranks = [_start_one_of_three(rank, "127.0.0.1", port, 5.0, imports) for rank in (0, 1)]
+    for rank in ranks:
+        assert rank.stdout is not None and rank.stdout.readline() == "here\n"
+    for rank in ranks:
+        assert rank.stdin is not None and rank.stdin.write("go\n")
+        rank.stdin.flush()
     for number, rank in enumerate(ranks):
         assert rank.communicate(timeout=90)[0] == (
             f"{number} [2] rank {number} of 3, from the arguments rank and world_size, could not meet the others at "

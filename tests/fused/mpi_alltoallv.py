@@ -6,7 +6,6 @@ import os
 
 import numpy as np
 import torch
-from mpi4py import MPI
 
 import thinwire as tw
 from tests.fused.test_all_to_all import _random_problem
@@ -14,6 +13,8 @@ from thinwire.fused.codec import dequantize, quantize
 
 
 def main() -> None:
+    from mpi4py import MPI  # joins, and changes the environment of, whoever imports it: pytest imports this module
+
     world = MPI.COMM_WORLD
     comm = tw.init(timeout=30.0)
     assert (comm.rank, comm.size) == (world.rank, world.size), "the launcher's ranks were not taken over"

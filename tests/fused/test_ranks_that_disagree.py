@@ -23,7 +23,7 @@ from thinwire.errors import ConfigMismatch, PeerTimeout
 from thinwire.testing import run_ranks
 
 #: Seconds that a rank waits for its peers.
-TIMEOUT = 0.4
+TIMEOUT = 1.0
 STAGED: dict[str, Any] = {"transport": "staged"}
 
 

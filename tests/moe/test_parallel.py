@@ -430,7 +430,8 @@ def _lie(comm: Communicator) -> None:
     honest = comm.exchange_counts
     if comm.rank == 1:
         comm.exchange_counts = lambda counts: honest([3 << 52] * 2)  # type: ignore[method-assign]
-    with pytest.raises(RoutingError, match=r"rank 1 says that it sends \d{9,} tokens; accepted: at most 8"):
+    says = r"rank 1 says that it sends \d{9,} tokens; accepted: at most 8"
+    with torch.no_grad(), pytest.raises(RoutingError, match=says):
         ep.dispatch(torch.zeros(8, 64), ids, weights)
     if comm.rank == 1:
         comm.exchange_counts = honest  # type: ignore[method-assign]

@@ -104,7 +104,7 @@ def test_weighted_rounds_keep_their_launchers() -> None:
 
 def _crossed(comm: Communicator) -> None:
     """Messages of the two lanes are as long, and the network matches them by order alone, as NCCL does."""
-    two = on_hosts(Communicator(comm.group, timeout=3.0), ((0,), (1,)))
+    two = on_hosts(Communicator(comm.group, timeout=8.0), ((0,), (1,)))
     post = two.post
     two.post = lambda sends, receives, _: post(sends, receives, "alike")  # type: ignore[method-assign,assignment]
     ep = ExpertParallel(two, 2, 1, 16, 2, lanes=2, transport="two_level")

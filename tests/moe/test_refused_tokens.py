@@ -48,7 +48,7 @@ def _refused(comm: Communicator, transport: str) -> None:
             ((x[:, :-1], ids, weights), RoutingError, "x is"),
             ((torch.cat([x, x]), torch.cat([ids, ids]), torch.cat([weights, weights])), CapacityError, "8 tokens"),
             ((x.numpy(), ids, weights), ArgumentError, "x is a ndarray"),
-            ((x.to_sparse(), ids, weights), ThinwireError, "sparse"),
+            ((x.to_sparse(), ids, weights), ThinwireError, "x is a Tensor of layout torch.sparse_coo"),
         ]
         for number, (arguments, error, message) in enumerate(wrong):
             odd = number % comm.size
@@ -59,7 +59,8 @@ def _refused(comm: Communicator, transport: str) -> None:
                 with pytest.raises(error, match=message):
                     ep.dispatch(*arguments)  # type: ignore[arg-type]
             else:
-                with pytest.raises(RoutingError, match=f"rank {odd} refused what dispatch was given"):
+                what = "more tokens than max_tokens" if error is CapacityError else message.split()[0]
+                with pytest.raises(RoutingError, match=rf"rank {odd} refused what .*there \({what} on rank {odd}\)"):
                     ep.dispatch(*_good(comm))
             assert time.monotonic() - start < TIMEOUT / 2
             if number != 2:  # and once two refusals, one after the other
@@ -94,7 +95,8 @@ def _layer_refuses(comm: Communicator, transport: str) -> None:
                 with pytest.raises(error, match=message):
                     layer(tokens)
             else:
-                with pytest.raises(RoutingError, match=f"rank {odd} refused what dispatch was given"):
+                why = r"\(x on rank" if message.startswith("x ") else "and raised why"
+                with pytest.raises(RoutingError, match=f"rank {odd} refused what dispatch was given there,? ?{why}"):
                     layer(x)
             assert time.monotonic() - start < TIMEOUT / 2
             assert layer(x).shape == x.shape
@@ -105,6 +107,25 @@ def _layer_refuses(comm: Communicator, transport: str) -> None:
 @pytest.mark.parametrize("transport", ["direct", "staged", "two_level"])
 def test_the_peers_of_a_rank_whose_layer_refuses_its_input_are_told(transport: str) -> None:
     run_ranks(_layer_refuses, 2, transport, mode="thread", timeout=100)
+
+
+def _frozen_on_one(comm: Communicator, transport: str) -> None:
+    with _make(comm, transport) as ep:
+        layer = MoELayer(HIDDEN, 8, NUM_EXPERTS, TOP_K).shard(ep)
+        layer.requires_grad_(False)
+        layer.experts.requires_grad_(comm.rank == 1)
+        x = torch.randn(2, HIDDEN)
+        with pytest.raises(RoutingError, match="no gradients of layer 1.*gradients enabled|enabled.*no gradients"):
+            layer(x)
+        layer.experts.requires_grad_()
+        layer(x).sum().backward()
+        assert all(weight.grad is not None for weight in layer.experts.parameters())
+
+
+@pytest.mark.parametrize("transport", ["direct", "staged", "two_level"])
+def test_experts_that_are_frozen_on_some_ranks_are_refused_at_dispatch(transport: str) -> None:
+    """Or the others' backward would wait for these ranks in vain."""
+    run_ranks(_frozen_on_one, 2, transport, mode="thread", timeout=100)
 
 
 def _all_refused(comm: Communicator, transport: str) -> None:

@@ -21,6 +21,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict as distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrize, prune
 
 pytest.importorskip("numba", reason="CPU ranks need numba")
 
@@ -358,6 +359,30 @@ def wrapped(comm: Communicator, path: str) -> None:
         assert all(
             torch.equal(value, before[name]) for name, value in model.state_dict().items() if ".experts." in name
         )
+
+
+def pruned_and_parametrised(comm: Communicator, path: str, loads: bool) -> dict[str, torch.Tensor]:
+    with parallel(comm) as ep:
+        experts = Model(ep, 4 if loads else 3).moe.experts
+        held = dict(experts.named_parameters())
+        w_in, w_out = (next(name for name in held if name.startswith(start)) for start in ("w_in", "w_out"))
+        prune.custom_from_mask(experts, w_in, torch.ones_like(held[w_in]) if loads else (held[w_in] > 0).float())
+        parametrize.register_parametrization(experts, w_out, nn.Softplus())
+        layer = nn.ModuleDict({"moe": tw.MoELayer(HIDDEN, 16, EXPERTS, TOP_K).shard(ep)})
+        layer["moe"].experts = experts
+        (tw.load_checkpoint if loads else tw.save_checkpoint)(layer, path)
+        return {str(number): row.clone() for number, row in zip(ep.local_experts, getattr(experts, w_out), strict=True)}
+
+
+def test_experts_may_be_pruned_and_parametrised(tmp_path: Path) -> None:
+    path = str(tmp_path / "model.safetensors")
+    saved, loaded = (
+        {k: v for each in run_ranks(pruned_and_parametrised, n, path, n == 3) for k, v in each.items()} for n in (2, 3)
+    )
+    with safe_open(path, framework="pt") as file:
+        assert not any("_of_" in name for name in file.keys())
+        assert 0 < file.get_tensor("moe.experts.w_in_mask").mean() < 1
+    assert saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
 def test_experts_are_known_whatever_they_are_called(tmp_path: Path) -> None:

@@ -245,9 +245,9 @@ def publish_tokens(lane: Lane, tokens: int, dtype: torch.dtype | None = None, ta
     send_tokens_kernel(numbers_of(lane, dtype).address, 0, 0, 0, 8, 0, tokens, tokens, tag)
 
 
-def refuse(lane: Lane) -> None:
+def refuse(lane: Lane, why: int) -> None:
     """`thinwire.triton_kernels.dispatch.refuse` for CPU tensors. Raises TransportUnavailable without numba."""
-    publish_tokens(lane, rounds.REFUSED)
+    publish_tokens(lane, rounds.REFUSED, torch.bfloat16, why)  # a dtype that leaves room for the tag
 
 
 @device

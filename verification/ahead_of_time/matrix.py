@@ -23,7 +23,7 @@ from thinwire.fused.channel import channel_layout
 from thinwire.fused.collective import collective_layout
 from thinwire.moe.experts import ClampedSwiGLU
 from thinwire.moe.two_level_lanes import EXACT
-from thinwire.triton_kernels import all_to_all_v, collective, combine, dispatch, pack, permute, sums
+from thinwire.triton_kernels import all_to_all_v, collective, combine, dispatch, pack, permute, reach, sums
 from thinwire.triton_kernels.activate import activate
 from thinwire.triton_kernels.expert_gemm import INNER_WIRE, expert_gemm
 from thinwire.triton_kernels.forward import forward_tokens
@@ -73,7 +73,7 @@ READERS = ("dequantize", "unpack", "sum_records", "gather", "sum_home", "recv_ro
 #: Kernels that copy exact rows, of any dtype.
 COPIERS = ("send_bytes", "recv_bytes")
 #: Kernels that move none, and do not depend on the wire or the row length.
-ROUND_CONTROL_KERNELS = ("wait_dispatch", "wait_combine", "close_round", "count", "place", "list_records")
+ROUND_CONTROL_KERNELS = ("reach", "wait_dispatch", "wait_combine", "close_round", "count", "place", "list_records")
 LEG_WAITS = ("wait_first_leg", "wait_second_leg")  # of collectives
 CONTROL_KERNELS = (*ROUND_CONTROL_KERNELS, *LEG_WAITS, "note")
 CONTROL_KERNELS += ("wait_headers", "wait_room", "wait_pieces", *COPIERS)
@@ -169,6 +169,7 @@ def _round_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...]
     out = _expert_rows(case, x)
     sends = lane, out, x.dtype, None, lane.weights if case.backward else None, case.rows == "as they are"
     return {
+        "reach": (reach.exchange, (0, lane.buffer, torch.zeros(8).long(), 2.0), 0),
         "send_tokens": (dispatch.send_tokens, (lane, x, ids, ids.float()), 0),
         "wait_dispatch": (dispatch.wait, (lane, DISPATCH, 30.0, 1.0), 0),
         "count": (permute.route, (lane,), 0),

@@ -93,6 +93,7 @@ def read_lines(process: Process, seconds: float) -> tuple[list[dict[str, Any]], 
                 limit = max(limit, 1.0)
     finally:
         process.kill()  # where Ctrl-C ended the wait; nothing is done to one that has ended
+    last = process.last_line()  # what it said is all shown by now, too
     told = []
     for line in output.decode(errors="replace").splitlines():
         try:
@@ -101,7 +102,7 @@ def read_lines(process: Process, seconds: float) -> tuple[list[dict[str, Any]], 
             continue  # some library's own words
     if not ending and process.returncode:
         how = f"was killed by signal {-process.returncode}" if process.returncode < 0 else "failed"
-        ending = f"{how}, saying: {process.last_line()[:200]}"
+        ending = f"{how}, saying: {last[:200]}"
     return told, ending
 
 
