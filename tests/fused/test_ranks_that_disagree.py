@@ -100,7 +100,7 @@ def _disagree(comm: Communicator) -> dict[str, tuple[str, float]]:
     """Of each case, the error's name and the seconds until it came. A group is of no use after an error."""
     found = {}
     for name, call in CASES.items():
-        short = Communicator(dist.new_group(timeout=timedelta(seconds=TIMEOUT)), timeout=TIMEOUT)
+        short = Communicator(dist.new_group(timeout=timedelta(seconds=30)), timeout=TIMEOUT)
         start, error = time.monotonic(), "none"
         try:
             call(short)

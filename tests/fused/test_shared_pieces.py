@@ -101,7 +101,8 @@ def test_a_wait_that_a_signal_handler_ends_leaves_no_thread(always: list[threadi
     finally:
         signal.signal(signal.SIGALRM, before)
     for thread in always:
-        thread.join(0.5)
+        if thread.ident is not None:  # on a busy machine the handler may come before it is started
+            thread.join(5.0)
     assert always and not any(thread.is_alive() for thread in always)
 
     def fn(rank: int, channel: HostChannel) -> torch.Tensor:
