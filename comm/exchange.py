@@ -10,7 +10,9 @@ What the two backends of process groups do, and what follows from it:
   exchanged afterwards. A lost connection is reported at once, and leaves those to the other peers alone; the rank
   that finds it ends these as well, as peers may be waiting for it. So a rank that gave up looks to its peers like one
   that died, and who is lost they have to agree on. What a wait was given as its limit stays, while a peer may compile
-  for longer: so waits get none, and at the `Deadline` another one, for a message that nobody sends, times out.
+  for longer: so waits get none, and at the `Deadline` another one, for a message that nobody sends, times out. A
+  receive that begins in the moment in which its peer closes the connection is lost by Gloo: its wait never ends, so
+  it is left behind a few seconds after the deadline, with its thread and its buffers.
 - **NCCL** ignores tags and puts a batch on a stream of its own; `Posted.wait` orders the current stream after it.
 """
 
@@ -71,6 +73,7 @@ class Posted:
         self._dropped = False  # the communicator was closed before anyone waited
         self._waiting: Waiting | None = None
         self._deadline: Deadline | None = None  # of that
+        self._awaited = -1  # the peer whose work is waited for
 
     def wait(self) -> None:
         """Waits until every send and receive of this exchange is done. Calling it again does nothing.
@@ -289,14 +292,14 @@ class PeerExchange(Exchange):
             posted._deadline = Deadline(self.timeout)
             posted._waiting = Waiting(functools.partial(self._wait_each, posted))
         assert posted._deadline is not None
-        if not (posted._waiting.result(self._waiter, posted._deadline, self._expire) or posted._lost):
+        if not (self._outcome(posted) or posted._lost):
             return
         # An earlier wait that was interrupted may have timed out since, and closed all connections. Whom this one lost
         # by that is not to blame.
         for failed in self._waited:
             if failed._waiting is None or not failed._waiting.done:
                 continue
-            silent = failed._waiting.result(self._waiter, posted._deadline, self._expire)
+            silent = self._outcome(failed)
             if failed._lost:
                 self._expire()  # peers may wait for this rank's part of a call, which does not come
                 raise self._fail(
@@ -313,6 +316,15 @@ class PeerExchange(Exchange):
                     ADVICE,
                 )
 
+    def _outcome(self, posted: Posted) -> dict[int, RuntimeError]:
+        assert posted._waiting is not None and posted._deadline is not None
+
+        def unended() -> dict[int, RuntimeError]:
+            return {posted._awaited: RuntimeError("its connection is closed, of which Gloo's wait has taken no notice")}
+
+        found: dict[int, RuntimeError] = posted._waiting.result(self._waiter, posted._deadline, self._expire, unended)
+        return found
+
     def _expire(self) -> None:
         if self._group is not None:  # else this was closed meanwhile, which has seen to it
             _expire(self._group)
@@ -325,6 +337,7 @@ class PeerExchange(Exchange):
         for peer, work in posted._works:
             if peer in posted._lost:
                 continue
+            posted._awaited = peer
             try:
                 work.wait(max(timedelta(seconds=deadline - time.monotonic()), _SHORTEST_WAIT))
             except RuntimeError as error:

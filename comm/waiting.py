@@ -15,6 +15,7 @@ from thinwire.first_run import Deadline
 
 _T = TypeVar("_T")
 _EXPIRE_AGAIN_SECONDS = 1.0
+_MOST_EXPIRIES = 5
 
 
 #: Seconds between two looks at whether peers that are waited for have ended.
@@ -92,15 +93,23 @@ class Waiting:
             self.done = True
             self._under_way.release()
 
-    def result(self, waiter: Waiter, deadline: Deadline, expire: Callable[[], None]) -> Any:
+    def result(
+        self, waiter: Waiter, deadline: Deadline, expire: Callable[[], None], unended: Callable[[], object]
+    ) -> Any:
         """What the call gives or raises, and what a signal handler raises meanwhile.
 
-        At the deadline `expire` is called, which ends the call.
+        At the deadline `expire` is called, which ends the call. If it has not within some seconds, the result is what
+        `unended` gives, and the thread is left behind.
         """
         waiter.put(self)  # again, if an exception may have come before the last time
+        expiries = 0
         while not self.done:
             if not (pause := deadline.pause):
+                if expiries == _MOST_EXPIRIES:
+                    self._result, self.done = unended(), True
+                    break
                 expire()
+                expiries += 1
             if self._under_way.acquire(timeout=pause or _EXPIRE_AGAIN_SECONDS):
                 self._under_way.release()
             else:

@@ -12,16 +12,19 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 
 import thinwire as tw
 from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
+from thinwire.comm.exchange import PeerExchange
 from thinwire.comm.recorder.flight_recorder import NAME, NUMBER, STATE, FlightRecorder
 from thinwire.comm.waiting import Waiter, Waiting
 from thinwire.comm.work import Work
@@ -264,7 +267,7 @@ def test_what_a_wait_gives_or_raises_is_told_however_often_it_is_asked() -> None
         return 1 // (2 - len(calls))  # the second call raises
 
     def result() -> object:
-        return waiting.result(waiter, Deadline(60), lambda: None)
+        return waiting.result(waiter, Deadline(60), lambda: None, dict)
 
     for outcome in ("gives", "raises"):
         waiting = Waiting(call)
@@ -277,6 +280,34 @@ def test_what_a_wait_gives_or_raises_is_told_however_often_it_is_asked() -> None
             assert waiting.done
     assert len(calls) == 2
     waiter.close()
+
+
+class _DeafGroup:
+    """A group of which Gloo loses a receive."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.send = group.send
+
+    def recv(self, buffers: object, peer: int, tag: int) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda limit: threading.Event().wait())
+
+
+def _deaf(comm: Communicator) -> tuple[float, tuple[int, ...], str, str]:
+    comm._exchange.timeout = 0.4
+    began = time.monotonic()
+    deaf = property(lambda exchange: _DeafGroup(exchange._group))
+    with mock.patch.object(PeerExchange, "group", deaf), pytest.raises(PeerTimeout) as caught:
+        comm.barrier()
+    seconds = time.monotonic() - began
+    with pytest.raises(PeerTimeout, match="cannot be used any more") as again:
+        comm.barrier()
+    return seconds, caught.value.ranks, str(caught.value), str(again.value)
+
+
+def test_a_wait_that_gloo_does_not_end_is_left_behind() -> None:
+    for rank, (seconds, ranks, told, _) in enumerate(run_ranks(_deaf, 2)):
+        assert 0.4 < seconds < 30 and "Gloo's wait has taken no notice" in told
+        assert f"no answer from rank {1 - rank} within 0.4 s" in told and ranks in ((), (1 - rank,))
 
 
 def _closed_while_it_waits(comm: Communicator) -> None:
