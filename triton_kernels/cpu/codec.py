@@ -17,7 +17,7 @@ import torch
 
 from thinwire.errors import WireFormatError
 from thinwire.triton_kernels.cpu.compat import device
-from thinwire.triton_kernels.cpu.ir.blocks import rotate_back, widen_blocks
+from thinwire.triton_kernels.cpu.ir.blocks import widen_groups
 from thinwire.triton_kernels.cpu.ir.intrinsics import (
     bits_to_float32,
     copy_bytes,
@@ -135,16 +135,19 @@ def second_plane(kind, hidden):
 
 
 @device
-def load_blocks(x, columns, dtype, rotated, out):
-    """Columns of a row as float32, filled up to whole blocks with zeros and then rotated."""
+def load_blocks(x, columns, group, dtype, rotated, out, amax, last):
+    """Columns of a row as float32, filled up to whole blocks with zeros and then rotated; each group's amax."""
     whole = columns & -BLOCK
-    widen_blocks(x, whole, dtype, rotated, out)
+    store_int32(last, 0)  # where the last group has no whole block
+    widen_groups(x, whole, group, dtype, rotated, out, amax)
     if whole < columns:
         size = element_bytes(dtype)
         rest = stack_buffer(_BLOCK_BYTES)
         zero_bytes(rest, _BLOCK_BYTES)
         copy_bytes(rest, x + whole * size, (columns - whole) * size)
-        widen_blocks(rest, BLOCK, dtype, rotated, out + 4 * whole)
+        rest_amax = stack_buffer(_WORD)
+        widen_groups(rest, BLOCK, BLOCK, dtype, rotated, out + 4 * whole, rest_amax)
+        store_int32(last, max(load_int32(last), load_int32(rest_amax)))
 
 
 @device
@@ -182,11 +185,12 @@ def quantize_row(x, dtype, record, layout):
             source = x + start * size
             if blocks:
                 if not look or tile < all_columns:  # else all of the row is still there
-                    load_blocks(source, min(columns, hidden - start), dtype, rotated, floats)
+                    load_blocks(source, min(columns, hidden - start), group, dtype, rotated, floats, inverses, last)
                 source = floats
+            else:
+                store_int32(last, 0)
+                amax_groups(source, whole, group, element, inverses)
             payload = record + (start * bits >> 3)
-            store_int32(last, 0)  # where the last group has no whole block
-            amax_groups(source, whole, group, element, inverses)
             if rest:
                 zero_bytes(rest_x, _REST_BYTES)
                 copy_bytes(rest_x, source + whole * size, rest * size)
@@ -268,17 +272,15 @@ def dequantize_row(record, out, dtype, layout):
         last = floats + 4 * (groups - 1)
         # Otherwise some scale is NaN, so large that the output's dtype may overflow, or next to nothing.
         plain = bits_to_float32(largest_scale) * bound <= largest
-        # Nor may whole blocks be written that the row does not have, or that are not rotated back.
-        plain = plain and rotated == 0 and start + columns <= hidden
+        # Nor may whole blocks be written that the row does not have.
+        plain = (plain or rotated) and start + columns <= hidden
         decoded_dtype, decoded = (dtype, target) if plain else (FLOAT32, wide)
-        decode_groups(payload, high, kind, floats, whole, group, decoded, decoded_dtype)
+        decode_groups(payload, high, kind, rotated, floats, whole, group, decoded, decoded_dtype)
         if whole < columns:
             rest_out = wide if plain else wide + 4 * whole
-            decode_groups(rest_payload, high, kind, last, _LANES, _LANES, rest_out, decoded_dtype)
+            decode_groups(rest_payload, high, kind, 0, last, _LANES, _LANES, rest_out, decoded_dtype)
             if plain:
                 copy_bytes(target + whole * size, wide, (columns - whole) * size)
-        if rotated:
-            rotate_back(wide, columns)
         if not plain:
             round_row(wide, min(columns, hidden - start), target, dtype, 1)
         start += tile

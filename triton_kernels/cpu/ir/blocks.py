@@ -9,14 +9,18 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from thinwire.triton_kernels.cpu.compat import emits, ir
-from thinwire.triton_kernels.cpu.ir.control import steps, switch
+from thinwire.triton_kernels.cpu.compat import cgutils, emits, ir
+from thinwire.triton_kernels.cpu.ir.control import groups_of, steps, switch
 from thinwire.triton_kernels.cpu.ir.vectors import (
     BITS,
     FLOAT32,
     ROW_ELEMENTS,
+    SIGNLESS,
     constant,
+    filled,
     integers,
+    larger,
+    largest_lane,
     load_floats,
     store,
 )
@@ -68,17 +72,39 @@ def _store(builder: Any, parts: list[Any], out: Any, column: Any) -> None:
 
 
 @emits("void")
-def widen_blocks(builder, x, columns, dtype, rotated, out):
-    """Writes whole blocks of a row as float32; with `rotated` 1, those of the rotated row, unscaled."""
+def widen_groups(builder, x, columns, group, dtype, rotated, out, amax):
+    """Writes groups of whole blocks of a row as float32, and each one's largest magnitude, as float32 bits, to `amax`.
+
+    With `rotated` 1, those of the rotated row, unscaled. The maximum is that of `amax_groups`.
+    """
+    word = integers(32, _LANES)
 
     def emit(rotated: int, element: int) -> None:
-        with steps(builder, columns, constant(BLOCK)) as (_, column):
-            parts = _load(builder, x, column, element)
-            if rotated:
-                parts = _stages(builder, _signed(builder, parts))
-            _store(builder, parts, out, column)
+        total = cgutils.alloca_once(builder, word)
+        with groups_of(builder, columns, group) as (number, first, width):
+            builder.store(filled(word, 0), total)
+            with steps(builder, width, constant(BLOCK)) as (_, step):
+                column = builder.add(first, step)
+                parts = _load(builder, x, column, element)
+                if rotated:
+                    parts = _stages(builder, _signed(builder, parts))
+                _store(builder, parts, out, column)
+                signless = [builder.and_(builder.bitcast(part, word), filled(word, SIGNLESS)) for part in parts]
+                while len(signless) > 1:
+                    signless = [larger(builder, *pair) for pair in zip(signless[::2], signless[1::2], strict=True)]
+                builder.store(larger(builder, builder.load(total), signless[0]), total)
+            place = builder.add(amax, builder.shl(number, constant(2)))
+            store(builder, largest_lane(builder, builder.load(total)), place, 4)
 
     switch(builder, [rotated, dtype], emit, product((0, 1), ROW_ELEMENTS))
+
+
+def turned_back(builder: Any, values: Any) -> list[Any]:
+    """A block of a rotated row, as it was, in two halves."""
+    lanes = [ir.Constant(integers(32, _LANES), [*columns]) for columns in _COLUMNS]
+    parts = _signed(builder, _stages(builder, [builder.shuffle_vector(values, values, each) for each in lanes]))
+    both = ir.Constant(integers(32, 2 * _LANES), [*range(2 * _LANES)])
+    return [builder.shuffle_vector(*pair, both) for pair in zip(parts[::2], parts[1::2], strict=True)]
 
 
 @emits("void")

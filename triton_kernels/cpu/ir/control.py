@@ -37,6 +37,14 @@ def steps(builder: Any, count: Any, step: Any) -> Iterator[tuple[Any, Any]]:
     builder.position_at_end(end)
 
 
+@contextmanager
+def groups_of(builder: Any, columns: Any, group: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Loops over groups: (number, first column, columns)."""
+    with steps(builder, columns, group) as (number, first):
+        left = builder.sub(columns, first)
+        yield number, first, builder.select(builder.icmp_signed("<", left, group), left, group)
+
+
 def _not_unrolled(module: Any) -> Any:
     wish = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
     identity = module.add_metadata([ir.MetaDataString(module, "thinwire"), wish])

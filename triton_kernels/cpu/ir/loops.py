@@ -7,28 +7,32 @@ the narrowest block; callers pass the rest of a row through a padded buffer. All
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 from thinwire.triton_kernels.cpu.compat import cgutils, emits, ir
-from thinwire.triton_kernels.cpu.ir.control import loop, steps, switch
+from thinwire.triton_kernels.cpu.ir.blocks import turned_back
+from thinwire.triton_kernels.cpu.ir.control import groups_of, loop, steps, switch
 from thinwire.triton_kernels.cpu.ir.vectors import (
     BFLOAT16,
     BITS,
     FLOAT16,
     FLOAT32,
+    FP8,
     INT8,
     LOW_BITS,
     QUANTIZED,
     ROW_ELEMENTS,
+    SIGNLESS,
     bfloat16_bits,
     broadcast,
     constant,
     filled,
     from_halves,
     integers,
+    larger,
+    largest_lane,
     load,
     load_floats,
     singles,
@@ -39,7 +43,6 @@ from thinwire.triton_kernels.cpu.ir.vectors import (
 from thinwire.wire import BLOCK, FORMATS
 
 _QMAX = tuple(each.qmax for each in FORMATS.values())
-_SIGNLESS = 0x7FFFFFFF
 _INFINITY_BITS = 0x7F800000
 _TINY_BITS = 0x08800000  # 2**-110
 _SMALLEST_PLAIN_BITS = 0x05000000  # 2**-117
@@ -50,27 +53,21 @@ _PLANES = tuple(code for code in QUANTIZED if LOW_BITS[code] < BITS[code])
 _WIDEST_OF_ROWS, _WIDEST_OF_RECORDS = 64, 128
 
 
-@contextmanager
-def _groups(builder: Any, columns: Any, group: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Loops over groups: (number, first column, columns)."""
-    with steps(builder, columns, group) as (number, first):
-        left = builder.sub(columns, first)
-        yield number, first, builder.select(builder.icmp_signed("<", left, group), left, group)
-
-
 def _blocks(
-    builder: Any, first: Any, columns: Any, emit: Callable[[Any, int], None], element: int, widest: int = _WIDE
-) -> None:
+    builder: Any, first: Any, columns: Any, emit: Callable[[Any, int], None], element: int, widest: int = _WIDE,
+    rotated: int = 0,
+) -> None:  # fmt: skip
     """Calls `emit(column, lanes)` for blocks of the widest kind, then for one of each narrower kind that is left.
 
-    Of an `element` of two planes, for whole blocks of 64 columns, as there are no others.
+    If `rotated`, or of an `element` of two planes, for whole blocks of 64 columns, as there are no others.
     """
-    if element in _PLANES:
+    whole_blocks = rotated or element in _PLANES
+    if whole_blocks:
         widest = BLOCK
     whole = builder.and_(columns, constant(-widest))
     with steps(builder, whole, constant(widest)) as (_, column):
         emit(builder.add(first, column), widest)
-    while widest > _NARROW and element not in _PLANES:
+    while widest > _NARROW and not whole_blocks:
         widest //= 2
         left = builder.icmp_signed("!=", builder.and_(columns, constant(widest)), constant(0))
         with builder.if_then(left, likely=False):
@@ -90,16 +87,6 @@ def _high(builder: Any, plane: Any, number: Any) -> Any:
     return builder.add(plane, builder.lshr(number, constant(2)))
 
 
-def _largest_lane(builder: Any, vector: Any) -> Any:
-    name = f"llvm.vector.reduce.umax.v{vector.type.count}i{vector.type.element.width}"
-    reduction = ir.FunctionType(vector.type.element, [vector.type])
-    return builder.call(cgutils.get_or_insert_function(builder.module, reduction, name), [vector])
-
-
-def _larger(builder: Any, a: Any, b: Any) -> Any:
-    return builder.select(builder.icmp_unsigned(">", a, b), a, b)
-
-
 @emits("void")
 def amax_groups(builder, x, columns, group, dtype, amax):
     """Writes each group's largest magnitude, as float32 bits, to the int32 array `amax`.
@@ -113,16 +100,16 @@ def amax_groups(builder, x, columns, group, dtype, amax):
 
         def include(column: Any, lanes: int) -> None:
             pattern = load(builder, _at(builder, x, column, element), integers(bits, lanes), bits // 8)
-            pattern = builder.and_(pattern, filled(pattern.type, _SIGNLESS >> (32 - bits)))
+            pattern = builder.and_(pattern, filled(pattern.type, SIGNLESS >> (32 - bits)))
             if lanes < _WIDE:
                 order = ir.Constant(integers(32, _WIDE), [min(lane, lanes) for lane in range(_WIDE)])
                 pattern = builder.shuffle_vector(pattern, filled(pattern.type, 0), order)
-            builder.store(_larger(builder, builder.load(total), pattern), total)
+            builder.store(larger(builder, builder.load(total), pattern), total)
 
-        with _groups(builder, columns, group) as (number, first, width):
+        with groups_of(builder, columns, group) as (number, first, width):
             builder.store(filled(integers(bits, _WIDE), 0), total)
             _blocks(builder, first, width, include, element)
-            largest = _largest_lane(builder, builder.load(total))
+            largest = largest_lane(builder, builder.load(total))
             word = ir.IntType(32)
             if element == BFLOAT16:
                 largest = builder.shl(builder.zext(largest, word), ir.Constant(word, 16))
@@ -169,7 +156,7 @@ def scale_groups(builder, groups, count, kind, row_scale, rotated, scales):
                 bits = builder.trunc(builder.lshr(bits, filled(word, 16)), integers(16, lanes))
             store(builder, bits, builder.add(scales, builder.mul(number, constant(16))), 2)
             dead = builder.zext(builder.and_(counted, builder.not_(live)), word)
-            found = builder.zext(_largest_lane(builder, dead), ir.IntType(64))
+            found = builder.zext(largest_lane(builder, dead), ir.IntType(64))
             builder.store(builder.or_(builder.load(some_dead), found), some_dead)
 
     switch(builder, [row_scale, kind], emit, [(1, INT8), *product((0,), QUANTIZED)])
@@ -181,7 +168,7 @@ def encode_groups(builder, x, columns, group, dtype, inverses, payload, plane, k
     """Writes each group's quantised elements; `inverses` holds float32 1/s. The second plane, if any, is at `plane`."""
 
     def emit(element: int, kind: int) -> None:
-        with _groups(builder, columns, group) as (number, first, width):
+        with groups_of(builder, columns, group) as (number, first, width):
             inverse = load(builder, _at(builder, inverses, number, FLOAT32), ir.FloatType(), 4)
 
             def quantize(column: Any, lanes: int) -> None:
@@ -196,7 +183,7 @@ def encode_groups(builder, x, columns, group, dtype, inverses, payload, plane, k
 
 
 def _magnitudes(builder: Any, bits: Any) -> Any:
-    magnitude = builder.and_(bits, filled(bits.type, _SIGNLESS))
+    magnitude = builder.and_(bits, filled(bits.type, SIGNLESS))
     below_zero = builder.sub(magnitude, filled(bits.type, 1))  # zero becomes the largest number
     tiny = builder.icmp_unsigned("<", below_zero, filled(bits.type, _SMALLEST_PLAIN_BITS - 1))
     return builder.select(tiny, filled(bits.type, _INFINITY_BITS), magnitude)
@@ -223,19 +210,20 @@ def read_scales(builder, scales, count, floats):
         bits = load(builder, builder.add(scales, builder.shl(number, constant(4))), integers(16, 8), 2)
         bits = builder.shl(builder.zext(bits, word), filled(word, 16))
         store(builder, bits, builder.add(floats, builder.shl(number, constant(5))), 4)
-        builder.store(_larger(builder, builder.load(total), _magnitudes(builder, bits)), total)
-    return _largest_lane(builder, builder.load(total))
+        builder.store(larger(builder, builder.load(total), _magnitudes(builder, bits)), total)
+    return largest_lane(builder, builder.load(total))
 
 
 @emits("void")
-def decode_groups(builder, payload, plane, kind, scales, columns, group, out, dtype):
+def decode_groups(builder, payload, plane, kind, rotated, scales, columns, group, out, dtype):
     """Writes q * s, rounded once to the row's dtype; `scales` holds float32. The second plane, if any, is at `plane`.
 
-    No scale may be NaN, and no product overflow that dtype or be subnormal: see `magnitude_bits`.
+    With `rotated` 1 whole blocks are rotated back before that, and saturate. Else no scale may be NaN, and no product
+    overflow the dtype or be subnormal: see `magnitude_bits`.
     """
 
-    def emit(kind: int, element: int) -> None:
-        with _groups(builder, columns, group) as (number, first, width):
+    def emit(rotated: int, kind: int, element: int) -> None:
+        with groups_of(builder, columns, group) as (number, first, width):
             scale = load(builder, _at(builder, scales, number, FLOAT32), ir.FloatType(), 4)
 
             def dequantize(column: Any, lanes: int) -> None:
@@ -243,11 +231,18 @@ def decode_groups(builder, payload, plane, kind, scales, columns, group, out, dt
                 values = load_floats(builder, _at(builder, payload, column, kind), lanes, kind, high)
                 values = builder.fmul(values, broadcast(builder, scale, lanes))
                 target = _at(builder, out, column, element)
-                store_floats(builder, values, target, element, plain=True, saturate=False)
+                if not rotated:
+                    store_floats(builder, values, target, element, plain=True, saturate=False)
+                    return
+                for half in turned_back(builder, values):
+                    store_floats(builder, half, target, element, plain=False, saturate=True)
+                    target = builder.add(target, constant(BLOCK // 2 * BITS[element] // 8))
 
-            _blocks(builder, first, width, dequantize, kind)
+            _blocks(builder, first, width, dequantize, kind, rotated=rotated)
 
-    switch(builder, [kind, dtype], emit, product(QUANTIZED, ROW_ELEMENTS))
+    rotates = [kind for kind in QUANTIZED if kind != FP8]
+    cases = [*product((0,), QUANTIZED, ROW_ELEMENTS), *product((1,), rotates, ROW_ELEMENTS)]
+    switch(builder, [rotated, kind, dtype], emit, cases)
 
 
 @emits("void")
@@ -276,7 +271,7 @@ def accumulate_groups(builder, sources, scales, count, element, plane, row_scale
 
     def emit(row_scale: int, element: int) -> None:
         widest = _WIDEST_OF_ROWS if element in ROW_ELEMENTS else _WIDEST_OF_RECORDS
-        with _groups(builder, columns, group) as (number, first, width):
+        with groups_of(builder, columns, group) as (number, first, width):
 
             def add_up(column: Any, lanes: int) -> None:
                 total = cgutils.alloca_once(builder, singles(lanes))

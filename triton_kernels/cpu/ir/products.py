@@ -10,8 +10,7 @@ from typing import Any
 
 from thinwire.triton_kernels import silu
 from thinwire.triton_kernels.cpu.compat import cgutils, emits, ir
-from thinwire.triton_kernels.cpu.ir.control import loop, switch
-from thinwire.triton_kernels.cpu.ir.loops import _groups
+from thinwire.triton_kernels.cpu.ir.control import groups_of, loop, switch
 from thinwire.triton_kernels.cpu.ir.vectors import constant, filled, integers, load, singles, store
 
 _LANES = 16
@@ -45,7 +44,7 @@ def multiply_groups(
         sums = {pair: cgutils.alloca_once(builder, wide) for pair in pairs}
         for pair in pairs:
             builder.store(ir.Constant(ir.FloatType(), 0.0), totals[pair])
-        with _groups(builder, columns, group) as (number, first, width):
+        with groups_of(builder, columns, group) as (number, first, width):
             for pair in pairs:
                 builder.store(filled(wide, 0), sums[pair])
             with loop(builder, builder.lshr(width, constant(4))) as block:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from thinwire.triton_kernels.cpu.compat import converts_halves, gathers_bytes, ir, rounds_pairs_to_bfloat16
+from thinwire.triton_kernels.cpu.compat import cgutils, converts_halves, gathers_bytes, ir, rounds_pairs_to_bfloat16
 from thinwire.triton_kernels.cpu.ir.avx512 import gather_bytes, has_special, round_pairs
 from thinwire.wire import BLOCK, FORMATS
 
@@ -30,6 +30,7 @@ ROW_ELEMENTS = (FLOAT32, FLOAT16, BFLOAT16)
 QUANTIZED = tuple(each.kind for each in FORMATS.values() if each.bits)
 _LARGEST = {FLOAT32: 3.4028234663852886e38, FLOAT16: 65504.0, BFLOAT16: 3.3895313892515355e38}
 _MAGIC = 12582912.0  # 1.5 * 2**23: adding it rounds half to even and leaves q in the low bits
+SIGNLESS = 0x7FFFFFFF
 _UPPER_HALF = 0xFFFF0000
 
 
@@ -59,6 +60,16 @@ def broadcast(builder: Any, scalar: Any, lanes: int) -> Any:
         ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0)
     )
     return builder.shuffle_vector(first, first, filled(integers(32, lanes), 0))
+
+
+def largest_lane(builder: Any, vector: Any) -> Any:
+    name = f"llvm.vector.reduce.umax.v{vector.type.count}i{vector.type.element.width}"
+    reduction = ir.FunctionType(vector.type.element, [vector.type])
+    return builder.call(cgutils.get_or_insert_function(builder.module, reduction, name), [vector])
+
+
+def larger(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.icmp_unsigned(">", a, b), a, b)
 
 
 def load(builder: Any, address: Any, value_type: Any, align: int) -> Any:
