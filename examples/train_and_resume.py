@@ -12,7 +12,6 @@ import signal
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire.moe.routing import load_balancing_loss
@@ -47,9 +46,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 done = 0
 if os.path.exists(options.path):
     done = int(tw.load_checkpoint(model, options.path, optimizer=optimizer)["steps"])
-experts = tw.expert_parameter_names(model)
-DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)  # each is on one rank only
-parallel = DistributedDataParallel(model)
+parallel = tw.distributed(model)  # each rank keeps its experts; all gradients become means over ranks
 
 for step in range(done, options.steps):
     batch = torch.randn(BATCH, HIDDEN, generator=torch.Generator().manual_seed(step))  # the whole one, cut by rank
@@ -58,9 +55,6 @@ for step in range(done, options.steps):
     loss = (y - mine.flip(1)).square().sum() * comm.size / batch.numel() + 0.01 * balance
     optimizer.zero_grad()
     loss.backward()
-    for name in experts:
-        if (gradient := model.get_parameter(name).grad) is not None:  # a rank may have no experts
-            gradient /= comm.size  # a sum over ranks; DDP's gradients are means
     optimizer.step()
     done = step + 1
     if done % 10 == 0:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from thinwire.comm.tensors import is_int, require_dense
 from thinwire.errors import RoutingError
 from thinwire.moe.experts import ClampedSwiGLU, GroupedExperts
-from thinwire.moe.local_experts import made_alone, require_parallel, seed_of_experts
+from thinwire.moe.local_experts import made_alone, require_ignored, require_parallel, seed_of_experts
 from thinwire.moe.routing import RouterConfig, top_k_route
 
 if TYPE_CHECKING:
@@ -124,18 +124,20 @@ class MoELayer(nn.Module):
     def shard(self, ep: ExpertParallel) -> MoELayer:
         """Keep only the experts in ``ep.local_experts``, in place, and use ``ep`` from now on. Returns the layer.
 
-        The kept weights are copies, so that the memory of the others is freed. They are new parameters, which have the
-        experts' numbers in their names: an optimiser has to be built afterwards.
+        The parameters stay the same objects, which an optimiser may have; their values are copies of those that are
+        kept, so that the memory of the others is freed, and their names end with the experts' numbers.
 
         Raises:
-            ValueError: the layer is sharded already, or ``ep`` does not fit it.
+            ValueError: the layer is sharded already, or shares parameters with one that is; or ``ep`` does not fit it.
         """
         if self.ep is not None:
             raise ValueError(f"this layer is sharded already and holds only experts {self.local_experts}")
         owned = self._owned(ep)
-        for name, weight in list(self.experts.named_parameters()):
-            kept = weight.detach()[list(owned)]  # a copy
-            setattr(self.experts, name, nn.Parameter(kept, requires_grad=weight.requires_grad))
+        weights = [*self.experts.parameters()]
+        if any(len(weight) != self.num_experts for weight in weights):
+            raise ValueError("this layer shares the parameters of its experts with one that was sharded before")
+        for weight in weights:
+            weight.data, weight.grad = weight.detach()[list(owned)], None  # a copy
         self.local_experts = owned
         self._name_experts()
         self.ep, self._layer = ep, ep.next_layer()
@@ -158,7 +160,7 @@ class MoELayer(nn.Module):
         Raises:
             RoutingError: the last dimension of ``x`` is not ``hidden_size``, or it is not floating point. On the CPU
                 also, with ``ep``, what another rank refused; see `ExpertParallel.dispatch`.
-            ArgumentError: ``x`` is no dense tensor.
+            ArgumentError: ``x`` is no dense tensor; within a DistributedDataParallel that `distributed` has not made.
         """
         return self.forward_with_routing(x)[0]
 
@@ -175,6 +177,8 @@ class MoELayer(nn.Module):
                     f"this layer holds experts {self.local_experts}, and its ep has {self.ep.local_experts} since it "
                     "was rebuilt: rebuild with the same ranks in their order and the same map, or load it anew"
                 )
+            if len(self.local_experts) < self.num_experts:
+                require_ignored(self.experts)
             x2d = x.reshape(-1, self.hidden_size)
             routing = self.route(x2d)
         except Exception as error:

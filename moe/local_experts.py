@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.tensors import require_dense
 from thinwire.errors import ArgumentError, RoutingError
@@ -39,6 +41,28 @@ def require_parallel(ep: object) -> None:
     """Raises ArgumentError for what is no ExpertParallel."""
     if not hasattr(ep, "local_experts") or not hasattr(ep, "next_layer"):
         raise ArgumentError(f"ep is a {type(ep).__name__}; accepted: an ExpertParallel")
+
+
+def require_ignored(experts: nn.Module) -> None:
+    """Raises ArgumentError within a DistributedDataParallel that has not been told to ignore these experts.
+
+    It has overwritten them with rank 0's then, and averages the gradients of different experts.
+    """
+    if torch.compiler.is_compiling():
+        return
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not DistributedDataParallel.forward.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None:
+        return
+    wrapper = frame.f_locals["self"]
+    own = {id(parameter) for parameter in experts.parameters()}
+    reduced = (name for name, parameter in wrapper.module.named_parameters() if id(parameter) in own)
+    if taken := [name for name in reduced if name not in wrapper.parameters_to_ignore]:
+        raise ArgumentError(
+            f"DistributedDataParallel has overwritten this rank's experts with rank 0's ({taken[0]}): make the model "
+            "anew, and pass it to tw.distributed(model) instead"
+        )
 
 
 class LocalExperts(nn.ModuleDict):
@@ -84,9 +108,11 @@ class LocalExperts(nn.ModuleDict):
             expert_counts: ``d.expert_counts``, int64 [local experts]. On CUDA this waits for them.
 
         Raises:
-            ArgumentError: what is no dense tensor.
+            ArgumentError: what is no dense tensor; within a DistributedDataParallel that `distributed` has not made.
             RoutingError: counts of other experts, or of more or fewer rows; or ``ep`` was rebuilt, and has other ones.
         """
+        if len(self.local_experts) < self.ep.num_experts:
+            require_ignored(self)
         if self.ep.local_experts != self.local_experts:
             raise RoutingError(
                 f"these are experts {self.local_experts}, and ep has {self.ep.local_experts} since it was rebuilt: "

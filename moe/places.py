@@ -42,7 +42,7 @@ def require_kind(name: str, value: object, kind: type) -> None:
         raise ArgumentError(f"{name} is a {type(value).__name__}, expected a torch {kind.__name__}")
 
 
-def _expert_places(model: nn.Module) -> Iterator[tuple[torch.Tensor, Place]]:
+def expert_places(model: nn.Module) -> Iterator[tuple[torch.Tensor, Place]]:
     """Of the tensors of experts that are spread over ranks. They are known as objects: wrappers rename them."""
     require_kind("model", model, nn.Module)
     for module in model.modules():
@@ -76,7 +76,7 @@ def placed_tensors(model: nn.Module) -> dict[str, tuple[torch.Tensor, Place]]:
             raise CheckpointError(f"{name} of the model is a {type(tensor).__name__}; a checkpoint holds tensors only")
         if id(tensor) not in known:
             raise CheckpointError(f"{name} is among the model's state, but is none of its parameters and buffers")
-    experts = {id(tensor): place for tensor, place in _expert_places(model)}
+    experts = {id(tensor): place for tensor, place in expert_places(model)}
     if experts.keys() - {id(tensor) for tensor in found.values()}:
         raise CheckpointError("the model's state_dict() leaves out experts of this rank; a checkpoint would lack them")
     places = {name: experts.get(id(tensor), Place(tuple(tensor.shape))) for name, tensor in found.items()}
@@ -113,11 +113,11 @@ def expert_parameter_names(model: nn.Module) -> list[str]:
 
     Raises ArgumentError for what is no module.
 
-    Their gradients are sums over all ranks' tokens. DistributedDataParallel has to ignore them, by
-    ``_set_params_and_buffers_to_ignore_for_model``, and `fully_shard`, as ``ignored_params``.
+    Their gradients are sums over all ranks' tokens. `distributed` makes them means, and has DistributedDataParallel
+    leave them alone; `fully_shard` takes them as ``ignored_params``.
 
     >>> expert_parameter_names(MoELayer(8, 16, num_experts=4, top_k=2))  # not sharded
     []
     """
-    experts = {id(tensor) for tensor, _ in _expert_places(model)}
+    experts = {id(tensor) for tensor, _ in expert_places(model)}
     return [name for name, parameter in model.named_parameters() if id(parameter) in experts]

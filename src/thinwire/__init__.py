@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from thinwire.moe.checkpoint_writer import save_checkpoint as save_checkpoint
     from thinwire.moe.clipping import clip_grad_norm_ as clip_grad_norm_
     from thinwire.moe.dispatched import Dispatched as Dispatched
+    from thinwire.moe.distributed import distributed as distributed
     from thinwire.moe.experts import GroupedExperts as GroupedExperts
     from thinwire.moe.int8_experts import Int8Experts as Int8Experts
     from thinwire.moe.layer import MoELayer as MoELayer
@@ -65,6 +66,7 @@ _MODULES = {
     "moe.checkpoint_writer": "save_checkpoint",
     "moe.clipping": "clip_grad_norm_",
     "moe.dispatched": "Dispatched",
+    "moe.distributed": "distributed",
     "moe.experts": "GroupedExperts",
     "moe.int8_experts": "Int8Experts",
     "moe.layer": "MoELayer",

@@ -303,6 +303,20 @@ def test_rank_without_tokens_still_takes_part_forward_and_backward():
     assert x.grad is not None and x.grad.shape == (0, 16)
 
 
+def test_an_optimiser_that_was_made_before_trains_the_shard():
+    layer = MoELayer(16, 8, 4, 2)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    layer.shard(OneRank(range(1, 3), 4, 2, 16))
+    before = [weight.detach().clone() for weight in layer.experts.parameters()]
+    layer(torch.randn(32, 16)).square().sum().backward()
+    optimizer.step()
+    assert all(not torch.equal(*pair) for pair in zip(before, layer.experts.parameters(), strict=True))
+    tied = MoELayer(16, 8, 4, 2)
+    tied.experts = layer.experts
+    with pytest.raises(ValueError, match="shares the parameters"):
+        tied.shard(OneRank(range(2, 4), 4, 2, 16))
+
+
 def test_sharding_twice_or_beyond_the_experts_is_refused():
     layer = MoELayer(16, 8, 4, 2).shard(OneRank(range(0, 2), 4, 2, 16))
     with pytest.raises(ValueError, match="already"):
