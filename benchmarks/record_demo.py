@@ -1,4 +1,4 @@
-"""Runs the demo, records its figures, and puts its table into the README: `python -m benchmarks.record_demo`."""
+"""Runs the demo, records its figures, and puts its table into the quick start: `python -m benchmarks.record_demo`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from thinwire.tools.demo import WireScore, format_table
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "benchmarks" / "results" / "cpu" / "demo.json"
+PAGE = ROOT / "docs" / "quick-start.md"
 _TABLE = re.compile(r"(<!-- demo table -->\n```\n).*?(\n?```\n<!-- end -->)", re.DOTALL)
 
 
@@ -24,21 +25,20 @@ def recorded_table() -> str:
     return format_table(recorded["unsharded_bits_per_byte"], [WireScore(**score) for score in recorded["scores"]])
 
 
-def with_table(readme: str) -> str:
-    """The README's text with the recorded table in its place."""
-    return _TABLE.sub(lambda match: f"{match[1]}{recorded_table()}\n```\n<!-- end -->", readme)
+def with_table(page: str) -> str:
+    """The page's text with the recorded table in its place."""
+    return _TABLE.sub(lambda match: f"{match[1]}{recorded_table()}\n```\n<!-- end -->", page)
 
 
 def record() -> None:
-    """Runs the demo as a user would and writes the figures, with the machine and the commit, and the README."""
+    """Runs the demo as a user would and writes the figures, with the machine and the commit, and the page."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "demo.json"
         if main(["demo", "--json", str(path)]):
             raise SystemExit("the demo failed; nothing was recorded")
         figures = json.loads(path.read_text())
     timing.write_json(FIGURES, **figures | {"machine": timing.machine(torch.device("cpu"))})
-    readme = ROOT / "README.md"
-    readme.write_text(with_table(readme.read_text()))
+    PAGE.write_text(with_table(PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 Every run starts from the shipped model, which was trained on documentation, and sees the same windows of text:
 
     none                nothing is quantised
-    int8 forward        tokens travel in int8, gradients as they are (`wire="int8"`, the default)
+    int8 forward        tokens travel in int8, gradients as they are (`wire="int8"`)
     int8 both ways      gradients in int8 too (`grad_wire="int8"`)
 
 Each rank holds its share of the experts, and a replica of the rest, of which `tw.all_reduce` adds the gradients up.

@@ -67,7 +67,7 @@ def all_gather(
             groups consecutive ones share a scale (`int8:row`: 4096 of them, or 1024 in short messages); `none` takes
             any dtype.
         out: [size * rows, ...], filled in place; x may be this rank's place in it.
-        wire: the format in transit; None means THINWIRE_WIRE, else int8.
+        wire: the format in transit; None means THINWIRE_WIRE, else int8+h64.
         comm: a communicator, a process group, or a DeviceMesh of one axis; None means the one that `init` made.
         transport: "direct", "staged", "two_level", or "auto": direct where every rank can map every peer's memory; two
             levels on CPU ranks of several hosts with equally many ranks, more than one; else staged; see

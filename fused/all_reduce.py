@@ -43,7 +43,7 @@ def all_reduce(
     async_op: bool = False,
     grad_wire: str | WireFormat = "none",
 ) -> torch.Tensor | Work[torch.Tensor]:
-    """Quantised in transit, int8 unless asked otherwise: sums x over the ranks. `Communicator.all_reduce` is exact.
+    """Quantised in transit unless asked otherwise: sums x over the ranks. `Communicator.all_reduce` is exact.
 
     Args:
         x: any shape but a scalar, the same on all ranks, of any number of elements; it need not be contiguous.
@@ -51,7 +51,7 @@ def all_reduce(
         op: "sum"; with both wires `none` also what `Communicator.all_reduce` takes. Sums of float32, float16 and
             bfloat16 are made in float32, in ascending rank, and rounded once; everything else is torch.distributed's.
         out: of x's shape, contiguous, filled in place; x itself is accepted.
-        wire: the format of the first leg, in which the summands travel; None means THINWIRE_WIRE, else int8.
+        wire: the format of the first leg, in which the summands travel; None means THINWIRE_WIRE, else int8+h64.
         gather_wire: the format of the second leg, in which the sums travel; None means `wire`. "none" is about a third
             more accurate, and the second leg takes 16 bits an element.
         comm, transport, async_op: see `all_gather`. On a GPU, direct is five launches for each chunk of as many

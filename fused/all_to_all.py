@@ -20,7 +20,7 @@ from thinwire.comm.work import Work
 from thinwire.errors import CountsError
 from thinwire.fused.backend import select_backend
 from thinwire.fused.channel import PIECES, Channel, RecvBuffer, Route, channel_layout
-from thinwire.fused.codec import named_wire, resolve_wire
+from thinwire.fused.codec import named_wire, wire_of_rows
 from thinwire.fused.counts import (
     Counts,
     Segments,
@@ -111,7 +111,7 @@ def all_to_all_v(
         out: filled in place; rows that no segment covers stay as they are. Without it the output has
             `max(displ + count)` rows, and gaps are zero. Exact rows between CPU ranks are copied once less into a
             tensor of `thinwire.empty`.
-        wire: the format in transit; None means THINWIRE_WIRE, else int8.
+        wire: the format in transit; None means THINWIRE_WIRE, else int8+h64, or int8 where a row is no multiple of 64.
         comm: a communicator, a process group, or a DeviceMesh of one axis; None means the one that `init` made.
         transport: "direct", "staged", or "auto": direct where every rank can map every peer's memory, else staged. That
             is settled in a communicator's first call, alike on all ranks; `comm.explain()` says how and why. On CUDA,
@@ -181,7 +181,7 @@ class PreparedAllToAllV(PreparedCall):
         send_displs: Sequence[int] | None,
         recv_displs: Sequence[int] | None,
     ) -> None:
-        super().__init__(comm, "all_to_all_v", x, [resolve_wire(wire)], transport)
+        super().__init__(comm, "all_to_all_v", x, [wire_of_rows(wire, x)], transport)
         counts = send_counts, recv_counts, send_displs, recv_displs
         names = "send_counts", "recv_counts", "send_displs", "recv_displs"
         sends, receives, self._send_displs, self._recv_displs = (

@@ -15,7 +15,7 @@ from thinwire.comm.tensors import is_int, require_dense
 from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError, WireFormatError
 from thinwire.fused.backend import Backend, select_backend
-from thinwire.wire import WIRE_VARIABLE, WireFormat
+from thinwire.wire import BLOCK, WIRE_VARIABLE, WireFormat, default_wire
 
 __all__ = ["FLOAT_DTYPES", "WIRE_VARIABLE", "WireRows", "dequantize", "quantize", "resolve_wire"]
 
@@ -53,13 +53,14 @@ class WireRows:
 
         Args:
             shape: [..., hidden].
-            wire: a quantised format; None means THINWIRE_WIRE, else int8.
+            wire: a quantised format; None means THINWIRE_WIRE, else int8+h64, or int8 where a row is no multiple of 64.
             device: where they lie; None means torch's default.
 
         Raises:
             WireFormatError: an unknown format, or `none`, or a shape that it cannot carry.
         """
-        wire, shape = resolve_wire(wire), torch.Size(shape)
+        shape = torch.Size(shape)
+        wire = resolve_wire(wire, shape[-1] if shape else BLOCK)
         if not wire.quantized or not shape:
             raise WireFormatError(f"rows of shape {list(shape)} in {str(wire)!r}; accepted: [..., hidden], quantised")
         size = math.prod(shape[:-1]), wire.row_bytes(shape[-1])
@@ -101,8 +102,8 @@ def int8_parts(records: torch.Tensor, wire: WireFormat, hidden: int) -> tuple[to
     return payload, scales.view(torch.float32 if wire.row_scale else torch.bfloat16)
 
 
-def resolve_wire(wire: str | WireFormat | None) -> WireFormat:
-    """The format a call uses: its argument, else the variable THINWIRE_WIRE, else int8.
+def resolve_wire(wire: str | WireFormat | None, columns: int = BLOCK) -> WireFormat:
+    """The format of a call for rows of `columns` elements: its argument, else THINWIRE_WIRE, else a default.
 
     Raises:
         WireFormatError: for a name that is not a format.
@@ -110,13 +111,20 @@ def resolve_wire(wire: str | WireFormat | None) -> WireFormat:
     named = named_wire(wire)
     if isinstance(named, WireFormat):
         return named
+    if named is None:
+        named = default_wire(columns)
     # Of what is no text, WireFormat says what is accepted.
     return _parse(named) if isinstance(named, str) else WireFormat.parse(named)
 
 
-def named_wire(wire: str | WireFormat | None) -> str | WireFormat:
-    """What was passed; for None the name in THINWIRE_WIRE, whatever it names, else int8."""
-    return wire if wire is not None else os.environ.get(WIRE_VARIABLE) or "int8"
+def wire_of_rows(wire: str | WireFormat | None, x: torch.Tensor) -> WireFormat:
+    """`resolve_wire` for x [rows, ...]; one of one dimension travels in rows of whole blocks."""
+    return resolve_wire(wire, x.shape[1:].numel() if x.dim() > 1 else BLOCK)
+
+
+def named_wire(wire: str | WireFormat | None) -> str | WireFormat | None:
+    """What was passed; for None the name in THINWIRE_WIRE, whatever it names, if there is one."""
+    return wire if wire is not None else os.environ.get(WIRE_VARIABLE) or None
 
 
 @functools.lru_cache(maxsize=64)
@@ -139,7 +147,7 @@ def quantize(x: torch.Tensor, wire: str | WireFormat | None = None) -> WireRows:
 
     Args:
         x: float32, float16 or bfloat16 [..., hidden].
-        wire: the format; None means THINWIRE_WIRE, else int8.
+        wire: the format; None means THINWIRE_WIRE, else int8+h64, or int8 where a row is no multiple of 64.
 
     Returns:
         WireRows with one record for every row of x.
@@ -153,8 +161,8 @@ def quantize(x: torch.Tensor, wire: str | WireFormat | None = None) -> WireRows:
     >>> rows.records.shape, float((dequantize(rows) - 1).abs().max()) < 0.004
     (torch.Size([2, 288]), True)
     """
-    wire = resolve_wire(wire)
     require_dense("x", x)
+    wire = resolve_wire(wire, x.shape[-1] if x.dim() else BLOCK)
     require_float(x, wire, "quantize")
     if x.dtype not in FLOAT_DTYPES or x.dim() < 1:
         raise WireFormatError(

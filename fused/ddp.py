@@ -32,7 +32,7 @@ class AllReduceState:
 
     Attributes:
         comm: a communicator over the ranks of the model's process group, or that group itself.
-        wire: the format in which gradients travel; None means THINWIRE_WIRE, else int8.
+        wire: the format in which gradients travel; None means THINWIRE_WIRE, else int8+h64.
         gather_wire: the format in which their averages travel; None means `wire`.
         error_feedback: whether to add what quantising lost to the next step's gradients. It is the first leg's loss;
             the second leg's is the same on all ranks, and stays.

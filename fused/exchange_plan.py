@@ -21,7 +21,7 @@ from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError, CountsError, WireFormatError
 from thinwire.fused.all_to_all import all_to_all_v, open_channel
 from thinwire.fused.backend import select_backend
-from thinwire.fused.codec import resolve_wire
+from thinwire.fused.codec import resolve_wire, wire_of_rows
 from thinwire.fused.counts import Counts, parse_integers
 from thinwire.fused.direct_transport import DirectTransport
 from thinwire.fused.gradients import require_linear, wants_gradient, with_gradient
@@ -126,7 +126,8 @@ class ExchangePlan:
 
         Args:
             x: [num_rows, ...], of what the wire carries; `none` carries any dtype.
-            wire: the format in transit; None means THINWIRE_WIRE, else int8.
+            wire: the format in transit; None means THINWIRE_WIRE, else int8+h64, or int8 where a row is
+                no multiple of 64.
             grad_wire: the format of what travels in backward.
             out, async_op: as in `all_to_all_v`.
 
@@ -168,10 +169,10 @@ class ExchangePlan:
         self._check("y", y, sum(self.recv_counts))
         self._require_summed("y", y)
         if not wants_gradient(y):
-            return self._return(y, resolve_wire(wire), async_op)
+            return self._return(y, wire_of_rows(wire, y), async_op)
         require_linear("ExchangePlan.back", None, async_op)
         there = partial(self._send, wire=resolve_wire(grad_wire))
-        return with_gradient(y, partial(self._return, wire=resolve_wire(wire)), there)
+        return with_gradient(y, partial(self._return, wire=wire_of_rows(wire, y)), there)
 
     def _require_summed(self, name: str, y: torch.Tensor) -> None:
         if self.rows is not None and y.dtype not in _SUMMED:

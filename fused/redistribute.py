@@ -66,7 +66,8 @@ def redistribute(
         out: contiguous, filled in place; it shares no memory with x. Where the last operation is an all-gather or
             all-to-all-v of all ranks, whose parts lie one after the other in the result, they are received right into
             it, and, exactly, stored straight into a tensor of `thinwire.empty`.
-        wire: the format of what travels; None means THINWIRE_WIRE, else int8. With `none` values are moved as they are.
+        wire: the format of what travels; None means THINWIRE_WIRE, else int8+h64. With `none` values are
+            moved as they are.
         comm: a communicator, a process group, or a DeviceMesh of one axis; None means the one that `init` made.
         transport: "direct", "staged" or "auto", see `all_to_all_v`.
         grad_layout: the layout in which the gradient of the result arrives; None means `dst`, with what is partial

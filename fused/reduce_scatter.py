@@ -52,7 +52,7 @@ def reduce_scatter(
         op: "sum"; with wire `none` also what `Communicator.reduce_scatter` takes. Sums of float32, float16 and
             bfloat16 are made in float32, in ascending rank, and rounded once; everything else is torch.distributed's.
         out: [rows, ...], filled in place; it may be this rank's own share of x.
-        wire: the format in transit; None means THINWIRE_WIRE, else int8.
+        wire: the format in transit; None means THINWIRE_WIRE, else int8+h64.
         comm, transport, async_op: see `all_gather`.
 
         grad_wire: the format of what travels in backward; "none" sends gradients as they are. See

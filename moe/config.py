@@ -21,7 +21,7 @@ from thinwire.fused.transport import check_transport
 from thinwire.moe.routing import expert_range, owners_in
 from thinwire.triton_kernels.round_layout import SIGNAL_DTYPE, SIGNAL_END, RoundLayout
 from thinwire.triton_kernels.signal import MAX_WORLD
-from thinwire.wire import WireFormat
+from thinwire.wire import BLOCK, WireFormat
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -94,7 +94,7 @@ class ParallelSettings:
         **rest: Any,
     ) -> Self:
         """What was passed, checked. The rest has the names of the fields."""
-        wire = resolve_wire(wire)
+        wire = resolve_wire(wire, hidden_size if is_int(hidden_size, 1) else BLOCK)
         return cls(
             num_experts=num_experts,
             top_k=top_k,

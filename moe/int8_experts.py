@@ -24,8 +24,9 @@ class Int8Experts(NamedByExperts):
 
     Args:
         experts: whose weights are taken.
-        rotated: for rounds whose wire has ``+h64``. The first product's weights are rotated as rows are, once and here,
-            so rows are multiplied as they arrived; the result is nearer to the float32 experts'.
+        rotated: for rounds whose wire has ``+h64``, as it has by default. The first product's weights are rotated as
+            rows are, once and here, so rows are multiplied as they arrived. False: for `int8` without it, whose result
+            is further from the float32 experts'.
 
     Weights have one scale for each output channel. Rows are multiplied as they arrived, and those between the two
     products are quantised by `INNER_WIRE`, 64 columns a scale. On Gaussian rows and weights the result is within
@@ -46,7 +47,7 @@ class Int8Experts(NamedByExperts):
     w_out: torch.Tensor
     s_out: torch.Tensor
 
-    def __init__(self, experts: GroupedExperts, *, rotated: bool = False) -> None:
+    def __init__(self, experts: GroupedExperts, *, rotated: bool = True) -> None:
         super().__init__()
         require_flag("rotated", rotated)
         if not isinstance(experts, GroupedExperts):

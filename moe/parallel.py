@@ -60,7 +60,8 @@ class ExpertParallel:
         hidden_size: elements of a token.
         max_tokens: the most tokens a rank dispatches at once; the same on every rank. `ensure_capacity` makes room for
             more.
-        wire: the dispatch leg's format, such as `"int8"` (see WireFormat); None means THINWIRE_WIRE, else int8.
+        wire: the dispatch leg's format, such as `"int8"` (see WireFormat); None means THINWIRE_WIRE, else int8+h64,
+            or int8 where `hidden_size` is no multiple of 64.
         combine_wire: the combine leg's; None means `wire`.
         grad_wire: of both legs of backward; "none", or None, sends gradients in the tokens' dtype.
         transport: `"direct"`: kernels store into the peers' memory, which is allocated here. `"staged"`: records travel

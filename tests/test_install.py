@@ -83,7 +83,7 @@ def test_it_runs_the_readmes_program_in_an_environment_of_its_own(kind: str, tmp
     done = subprocess.run([python, "program.py"], cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     told, place = done.stdout.splitlines()
-    assert told.startswith("relative error 0.00") and Path(place).is_relative_to(environment), done.stdout
+    assert told.startswith("relative error 0.0") and Path(place).is_relative_to(environment), done.stdout
 
 
 def test_without_its_links_it_is_not_built(tmp_path: Path) -> None:

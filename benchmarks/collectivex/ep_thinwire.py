@@ -2,7 +2,7 @@
 
 It belongs beside that benchmark's other adapters: put this file into its `bench` folder, and have `run_ep.py` take
 `ThinwireBackend` for `--backend thinwire`. With `--precision bf16` tokens travel in bfloat16, with `--precision fp8` in
-THINWIRE_WIRE, else int8; sums come back in bfloat16, as the benchmark's oracle wants. `args.wire` and
+THINWIRE_WIRE, else int8+h64; sums come back in bfloat16, as the benchmark's oracle wants. `args.wire` and
 `args.combine_wire` choose otherwise; where sums come back quantised, `quantised_combine` tells the oracle so.
 """
 

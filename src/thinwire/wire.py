@@ -58,6 +58,8 @@ WIRE_VARIABLE = "THINWIRE_WIRE"
 #: Columns of a block, which is rotated, or cut into planes, as a whole.
 BLOCK = 64
 
+_DEFAULT, _DEFAULT_OF_PARTIAL_BLOCKS = "int8+h64", "int8"
+
 _SECTION_ALIGNMENT = 16  # widest single load and store of a GPU thread
 _GROUP_LIMITS = (16, 1024)
 _WHOLE_ROW = 0
@@ -254,6 +256,15 @@ class WireFormat:
             _check_hidden(hidden)
             return _quantized_row_bytes(self, hidden)
         return _round_up(self.scales_offset(hidden, dtype), self.alignment)
+
+
+def default_wire(columns: int) -> str:
+    """The format of rows of so many elements where nobody names one.
+
+    >>> default_wire(7168), default_wire(100)
+    ('int8+h64', 'int8')
+    """
+    return _DEFAULT_OF_PARTIAL_BLOCKS if columns % BLOCK else _DEFAULT
 
 
 @lru_cache(maxsize=1024)

@@ -295,7 +295,7 @@ def test_the_files_of_the_survivors_name_the_rank_that_is_gone(
         case.told([0, 2] if how == "killed" else [0, 1, 2])
     found = {read_flight(path).rank: path for path in files(folder)}
     assert sorted(found) == ([0, 2] if how == "killed" else [0, 1, 2])
-    what = f"operation 5, all_reduce of float32 [512] as int8 ({transport})"
+    what = f"operation 5, all_reduce of float32 [512] as int8+h64 ({transport})"
     told = f"{what}, in which ranks 0, 2 waited: no file of rank 1"
     assert verdict([found[0], found[2]]) == f"rank 1 stopped in or before {told}"
     if how == "stopped":  # it wrote a file later
@@ -323,13 +323,13 @@ def disagree(comm: Communicator, calls: tuple[tuple[str, int], ...]) -> None:
     [
         (
             (("all_reduce", 6), ("all_gather", 6), ("all_reduce", 6)),
-            "rank 1 called all_gather of float32 [6] as int8 (staged) as operation 3, where ranks 0, "
-            "2 called all_reduce of float32 [6] as int8 (staged)",
+            "rank 1 called all_gather of float32 [6] as int8+h64 (staged) as operation 3, where ranks 0, "
+            "2 called all_reduce of float32 [6] as int8+h64 (staged)",
         ),
         (
             (("all_reduce", 6), ("all_reduce", 6), ("all_reduce", 9000)),
-            "rank 2 called all_reduce of float32 [9000] as int8 (staged) as operation 3, where ranks 0, 1 called "
-            "all_reduce of float32 [6] as int8 (staged)",
+            "rank 2 called all_reduce of float32 [9000] as int8+h64 (staged) as operation 3, where ranks 0, 1 called "
+            "all_reduce of float32 [6] as int8+h64 (staged)",
         ),
         (
             (("all_to_all_v", 9), ("all_to_all_v", 9), ("all_to_all_v", 6)),

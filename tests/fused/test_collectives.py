@@ -325,7 +325,7 @@ def _poisoned(comm: Communicator) -> None:
     for half in range(2):
         first = opened.layout.HEADERS + half * comm.size * 64
         opened._end.buffer[first : first + comm.size * 64].view(torch.int32)[::16] = 2**31 - 4
-    wire = WireFormat.parse("int8")
+    wire = WireFormat.parse("int8+h64")
     for seed in range(6):
         tensors = _tensors(seed, comm.size, (comm.size * 30, 301), torch.float32)
         comm.barrier()

@@ -125,7 +125,7 @@ def _sixteen_bits(comm: Communicator) -> None:
         assert torch.equal(all_reduce(tensors[comm.rank], wire="none", comm=comm), exact), "rounded once"
         assert torch.equal(reduce_scatter(tensors[comm.rank], wire="none", comm=comm), exact[comm.rank, None])
         assert torch.equal(
-            all_reduce(tensors[comm.rank], comm=comm, gather_wire="none"),
+            all_reduce(tensors[comm.rank], wire=INT8, comm=comm, gather_wire="none"),
             all_reduced(sums, INT8, NONE, comm.size).to(dtype),
         )
 

@@ -84,7 +84,7 @@ def _experts(local: range, device: torch.device) -> GroupedExperts:
 
 def _layer(comm: Communicator) -> torch.Tensor:
     with ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, MAX_TOKENS, wire="int8") as ep:
-        experts = Int8Experts(_experts(ep.local_experts, comm.device))
+        experts = Int8Experts(_experts(ep.local_experts, comm.device), rotated=False)
         d = ep.dispatch(*(tensor.to(comm.device) for tensor in _rows(comm.rank)))
         y = ep.combine(experts(d), d)
         ep.check()
@@ -102,7 +102,7 @@ def _no_synchronisation(comm: Communicator, in_int8: bool) -> None:
     with ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, MAX_TOKENS, wire="int8", transport="direct") as ep:
         x, ids, weights = (tensor.to(comm.device) for tensor in _rows(comm.rank))
         exact = _experts(ep.local_experts, comm.device).bfloat16().requires_grad_(False)
-        experts = Int8Experts(exact.float())
+        experts = Int8Experts(exact.float(), rotated=False)
         exact = exact.bfloat16()
         capacity = comm.size * MAX_TOKENS * TOP_K
 

@@ -136,7 +136,7 @@ def test_triton_numba_and_torch_give_the_same_bits() -> None:
 
 
 def _refused(comm: Communicator) -> None:
-    experts = Int8Experts(GroupedExperts(2, 64, 32))
+    experts = Int8Experts(GroupedExperts(2, 64, 32), rotated=False)
     x, ids, weights = torch.randn(4, 64), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
     sizes = {"num_experts": 2, "top_k": 1, "hidden_size": 64, "max_tokens": 4}
     for wire in ("none", "int4", "int8:16"):
@@ -147,16 +147,16 @@ def _refused(comm: Communicator) -> None:
     with ExpertParallel(comm, **sizes, wire="int8") as ep:
         d = ep.dispatch(x, ids, weights)
         with pytest.raises(RoutingError, match="3 experts"):
-            Int8Experts(GroupedExperts(3, 64, 32))(d)
+            Int8Experts(GroupedExperts(3, 64, 32), rotated=False)(d)
         with pytest.raises(RoutingError, match="rows of 32"):
-            Int8Experts(GroupedExperts(2, 32, 32))(d)
+            Int8Experts(GroupedExperts(2, 32, 32), rotated=False)(d)
         with pytest.raises(CapacityError, match="-1"):
             experts(d, -1)
         with pytest.raises(RoutingError, match="dispatch"):
             experts(x)
         assert torch.linalg.norm(experts.bfloat16()(d) - experts.float()(d)) < 0.01 * torch.linalg.norm(experts(d))
         with pytest.raises(WireFormatError, match="'int8', and these experts are.*rotated=True.*accepted"):
-            Int8Experts(GroupedExperts(2, 64, 32), rotated=True)(d)
+            Int8Experts(GroupedExperts(2, 64, 32))(d)
         assert ep.combine(experts(d, 2), d)[2:].eq(0).all()  # dropped
     with ExpertParallel(comm, **sizes, wire="int8+h64") as ep:
         d = ep.dispatch(x, ids, weights)
@@ -172,12 +172,12 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_a_state_dict_brings_the_weights_back() -> None:
-    first, second = (Int8Experts(GroupedExperts(2, 40, 24, gated=True)) for _ in range(2))
+    first, second = (Int8Experts(GroupedExperts(2, 40, 24, gated=True), rotated=False) for _ in range(2))
     second.load_state_dict(first.state_dict())
     assert torch.equal(first.w_in, second.w_in) and torch.equal(first.s_out, second.s_out)
     assert first.w_in.shape == (2, 48, 48) and not list(first.parameters())
-    rotated = Int8Experts(GroupedExperts(2, 64, 24), rotated=True)
-    third = Int8Experts(GroupedExperts(2, 64, 24))  # of the same shapes
+    rotated = Int8Experts(GroupedExperts(2, 64, 24))
+    third = Int8Experts(GroupedExperts(2, 64, 24), rotated=False)  # of the same shapes
     third.load_state_dict(rotated.state_dict())
     assert third.rotated and not first.rotated
 
@@ -191,7 +191,7 @@ def test_a_state_dict_brings_the_weights_back() -> None:
     ],
 )
 def test_weights_that_kernels_would_read_beyond_are_refused(changed: dict[str, torch.Tensor]) -> None:
-    experts = Int8Experts(GroupedExperts(2, 64, 24))
+    experts = Int8Experts(GroupedExperts(2, 64, 24), rotated=False)
     experts.load_state_dict(experts.state_dict() | changed, assign=True)
     with pytest.raises(WireFormatError, match="weights of .* expected torch"):
         if "w_out" in changed:

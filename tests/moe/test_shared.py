@@ -31,7 +31,7 @@ def shared_by_all(comm: Communicator) -> None:
     first = ExpertParallel.shared(comm, *SIZES, wire="none")
     assert ExpertParallel.shared(comm, *SIZES, wire="none", combine_wire="none", lanes=1) is first
     assert ExpertParallel.shared(comm, 4, 2, 64, max_tokens=16, wire=tw.WireFormat.parse("none")) is first
-    assert ExpertParallel.shared(comm, *SIZES) is ExpertParallel.shared(comm, *SIZES, wire="int8") is not first
+    assert ExpertParallel.shared(comm, *SIZES) is ExpertParallel.shared(comm, *SIZES, wire="int8+h64") is not first
     others = [ExpertParallel.shared(comm, *SIZES, wire="none", **other) for other in ({"lanes": 2}, {"align": 4})]
     with comm.split(groups=[range(comm.size)]) as part:
         of_part = ExpertParallel.shared(part, *SIZES, wire="none")

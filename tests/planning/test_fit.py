@@ -96,7 +96,7 @@ def test_a_plan_by_a_fit_whose_bytes_cost_nothing_is_valid_json(tmp_path: Path) 
     ]
     file, plan = tmp_path / "results.json", tmp_path / "plan.json"
     file.write_text(json.dumps(content(figures=figures)))
-    assert main(["plan", *SIZES.split(), "--fit", str(file), "--json", str(plan)]) == 0
+    assert main(["plan", *SIZES.split(), "--wire", "int8", "--fit", str(file), "--json", str(plan)]) == 0
     written = json.loads(plan.read_text(), parse_constant=pytest.fail)
     assert [fit["beta"] for fit in written["fits"].values()] == [None, None]
 

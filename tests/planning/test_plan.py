@@ -58,9 +58,9 @@ def test_times_come_from_a_fit_where_one_is_given(tmp_path: Path, capsys: pytest
     both = content(figures=[*figures, *(figure | {"operation": "combine"} for figure in figures)])
     file = tmp_path / "results.json"
     file.write_text(json.dumps(both))
-    leg, _ = planned(capsys, "--fit", str(file))["legs"]
+    leg, _ = planned(capsys, "--fit", str(file), "--wire", "int8")["legs"]
     assert leg["predicted_seconds"] == pytest.approx(1e-5 + leg["wire_bytes"] / 1e9)
-    assert main(["plan", *SIZES, "--fit", str(file)]) == 0
+    assert main(["plan", *SIZES, "--fit", str(file), "--wire", "int8"]) == 0
     text = capsys.readouterr().out
     assert "alpha 10.0 us, beta 1.000 GB/s, R2 1.0000" in text and "another number of ranks" in text
     assert main(["plan", *SIZES, "--fit", str(file), "--wire", "int4"]) == 2

@@ -30,8 +30,8 @@ _MARK = "_thinwire_wires"  # of a module that has them
 
 def quantize(
     model: torch.nn.Module,
-    all_gather: str | WireFormat | None = "int8",
-    reduce_scatter: str | WireFormat | None = "int8",
+    all_gather: str | WireFormat | None = "int8+h64",
+    reduce_scatter: str | WireFormat | None = "int8+h64",
     error_feedback: bool = False,
     num_programs: int | None = 32,
 ) -> None:

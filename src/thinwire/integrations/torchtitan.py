@@ -1,6 +1,6 @@
 """A token dispatcher for the mixture-of-experts layers of torchtitan 0.3: docs/integrations-torchtitan.md.
 
---override.imports 'thinwire.integrations.torchtitan.dispatcher={"wire": "int8"}'
+--override.imports 'thinwire.integrations.torchtitan.dispatcher={"wire": "int8+h64"}'
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     import thinwire.integrations.transformers  # registers "thinwire", "thinwire:int8", "thinwire:none", ...
 
-    config = DistributedConfig(tp_size=4, ep_size=4, ep_implementation="thinwire:int8")
+    config = DistributedConfig(tp_size=4, ep_size=4, ep_implementation="thinwire")
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
 
 Attention, routers and the experts themselves stay transformers' own. Only the way of tokens to their experts and back
@@ -138,7 +138,7 @@ def register(
     EPImplementationInterface.register(name, kind)
 
 
-#: What is registered by importing this, with each one's format; "thinwire" means THINWIRE_WIRE, else int8.
+#: What is registered by importing this, with each one's format; "thinwire" means THINWIRE_WIRE, else int8+h64.
 NAMES: dict[str, str | None] = {
     "thinwire": None,
     **{f"thinwire:{wire}": wire for wire in ("int8", "int8+h64", "int8:row", "int6+h64", "int4", "fp8", "none")},

@@ -36,7 +36,7 @@ In your own model:
     import thinwire as tw
 
     comm = tw.init()                                    # torchrun, mpirun, Slurm, or a single process
-    ep = tw.ExpertParallel(comm, num_experts, top_k, hidden_size, max_tokens, wire="int8")
+    ep = tw.ExpertParallel(comm, num_experts, top_k, hidden_size, max_tokens)
 
     d = ep.dispatch(x, topk_ids, topk_weights)          # x [tokens, hidden]; in every MoE layer
     y = ep.combine(experts(d.tokens, d.expert_counts), d)

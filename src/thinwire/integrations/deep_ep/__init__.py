@@ -32,7 +32,7 @@ def install(
     Args:
         wire, combine_wire, grad_wire: formats of tokens, sums and gradients, of all buffers made from now on. What is
             not passed is taken from THINWIRE_DEEP_EP_WIRES, such as "int8,int8,none". Else tokens travel in
-            THINWIRE_WIRE or int8, sums in the format of tokens, and gradients in `none`.
+            THINWIRE_WIRE or int8+h64, sums in the format of tokens, and gradients in `none`.
         replace: also where DeepEP itself is installed. Else that stays in use, and a warning is logged.
     """
     for each in (wire, combine_wire, grad_wire):

@@ -107,7 +107,7 @@ class Settings:
     warmup: int = 2
     sample_seconds: float = 0.01
     check: bool = True
-    wires: tuple[str, ...] = ("none", "int8")
+    wires: tuple[str, ...] = ("none", "int8", "int8+h64")
     transports: tuple[str, ...] = TRANSPORTS
     hidden: int = 4096
     experts: int = 64

@@ -318,7 +318,7 @@ def _draw_lines(
     for series, points in lines.items():
         x = [point.x for point in points]
         lows, highs = [point.low for point in points], [point.high for point in points]
-        colour, own = styles.colour(series), series.implementation == "thinwire" and series.wire == "int8"
+        colour, own = styles.colour(series), series.implementation == "thinwire" and series.wire in ("int8", "int8+h64")
         if len(points) > 1:
             axes.fill_between(x, lows, highs, color=colour, alpha=0.25 if own else 0.14, linewidth=0)
         else:

@@ -53,7 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sample-seconds", type=float, default=seconds, help=f"Repeat a short call for so long ({seconds:g}).")
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="Check results (1), or do not (0).")
     add("--tokens", default="16,256", metavar="N,...", help="Measure rounds of so many tokens of a rank (16,256).")
-    add("--wire", default="none,int8", metavar="WIRE,...", help="Measure these wire formats (none,int8).")
+    add(
+        "--wire",
+        default="none,int8,int8+h64",
+        metavar="WIRE,...",
+        help="Measure these wire formats (none,int8,int8+h64).",
+    )
     names = ",".join(TRANSPORTS)
     add("--transport", default=names, metavar="NAME,...", help=f"Measure these transports ({names}).")
     add("--hidden", type=int, default=default.hidden, help=f"Give a token or row so many elements ({default.hidden}).")

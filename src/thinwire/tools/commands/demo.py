@@ -35,7 +35,7 @@ _MIB_OF_A_RANK = 256
 _RANKS_OF_A_CORE = 4
 
 _RANKS, _HOSTS = 4, 2
-_WIRES, _LINK_WIRES = "none,int8,int8:row,int4", "none,int8,int8+h64,int6+h64,int4"
+_WIRES, _LINK_WIRES = "none,int8+h64,int8,int4+h64", "none,int8,int8+h64,int6+h64,int4"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

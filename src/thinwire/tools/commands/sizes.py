@@ -31,7 +31,7 @@ def add_sizes(parser: argparse.ArgumentParser, need_ranks: bool = True) -> None:
         ("--max-tokens", "Each rank has at most so many tokens, and dispatches as many.", True),
     ):
         sizes.add_argument(name, type=int, required=required, metavar="N", help=text)
-    sizes.add_argument("--wire", help="Dispatch in this wire format (THINWIRE_WIRE, or int8).")
+    sizes.add_argument("--wire", help="Dispatch in this wire format (THINWIRE_WIRE, or int8+h64).")
     sizes.add_argument("--combine-wire", help="Combine in this wire format (--wire).")
     sizes.add_argument("--grad-wire", default="none", help="Send gradients in this wire format, both ways (none).")
     sizes.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="Tokens have this dtype (bfloat16).")

@@ -62,7 +62,7 @@ def call_every_kernel() -> None:
 
     def rank_main(comm: Communicator) -> None:
         x = torch.randn(8, 64, generator=generator, dtype=torch.float32, device="cpu")
-        in_int8 = Int8Experts(GroupedExperts(2, 64, 64))
+        in_int8 = Int8Experts(GroupedExperts(2, 64, 64), rotated=False)
         dequantize(quantize(x, "int8"))
         apart = comm.split(groups=[range(comm.size)])
         apart.hosts = ((0,), (1,))  # as if each were on a host of its own
