@@ -66,7 +66,7 @@ def send_kernel(buffer_ptrs, control_ptr, rank, EARLY: tl.constexpr, LAYOUT: tl.
     if EARLY:
         if tl.program_id(0) == 0:
             publish(buffer_ptrs, rank, 0, epoch, LAYOUT, LAUNCH)
-            for _ in range(1500):  # under the interpreter some 200 ms, in which peers look at what is not there
+            for _ in range(300):  # under the interpreter some 40 ms, in which peers look at what is not there
                 pause(LAUNCH)
     for peer in range(LAYOUT.WORLD):
         numbers = numbers_of(base_of(buffer_ptrs, peer), rank, epoch, LAYOUT)

@@ -391,6 +391,9 @@ class Dispatched(OnLane, ABC):
                 f"expert_out is {rows.dtype} {list(given)}; {config.describe_dtypes()}{others} [{count}, "
                 f"{config.hidden_size}], a row for each of the round's {whose} is needed"
             )
+        wanted = rows.requires_grad or self._wants_gradients
+        if isinstance(out, torch.Tensor) and torch.is_grad_enabled() and (out.requires_grad or wanted):
+            raise RoutingError("what combine fills in place has no gradient: leave out away, or call under no_grad()")
         # Alike on all ranks, whatever rows each has: where one refuses alone, the others wait for it.
         if self._link is None and torch.is_grad_enabled() and rows.is_floating_point():
             raise RoutingError(
@@ -406,8 +409,6 @@ class Dispatched(OnLane, ABC):
                 f"out is {out.dtype} {list(out.shape)}, strides {list(out.stride())}, neg {out.is_neg()}; contiguous "
                 f"{self._dtype} {list(shape)} is needed"
             )
-        if torch.is_grad_enabled() and (out.requires_grad or rows.requires_grad or self._wants_gradients):
-            raise RoutingError("what combine fills in place has no gradient: leave out away, or call under no_grad()")
         overwrite("out", out)
         return rows
 

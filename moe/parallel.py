@@ -315,10 +315,9 @@ class ExpertParallel:
 
         Raises:
             LaneError: the round is over, or not this object's.
-            RoutingError: shapes or dtypes that do not fit; expert_out wants a gradient, and neither x nor topk_weights
-                did; `out`, or WireRows, where there are gradients; `weighted` with `invariant`. Or a rank has left the
-                round open, and has gone on to its next dispatch: the sums of its experts are missing, and the round is
-                over.
+            RoutingError: shapes or dtypes that do not fit; `out`, or WireRows, where there are gradients; `weighted`
+                with `invariant`. Or a rank has left the round open, and has gone on to its next dispatch: the sums of
+                its experts are missing, and the round is over.
             WireFormatError, ArgumentError: WireRows in another format, or that are not what they say of themselves.
             TransportUnavailable, PeerTimeout: as `dispatch`.
         """

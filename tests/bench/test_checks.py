@@ -80,3 +80,8 @@ def test_values_of_ranks_differ_and_are_the_same_everywhere() -> None:
     one, two = (values(rank, 3_000_000, DEVICE, torch.float32) for rank in (0, 1))
     assert torch.equal(one, values(0, 3_000_000, DEVICE, torch.float32)) and len(one) == 3_000_000
     assert (one == two).sum() < 100 and (one[4096:] == one[:-4096]).sum() < 100
+
+
+def test_a_rank_without_rows_has_no_scales() -> None:
+    for spec in ("int8", "int8+h64", "int8:row"):
+        assert checks.row_scales(torch.zeros(0, 100), WireFormat.parse(spec)).shape == (0, 100)

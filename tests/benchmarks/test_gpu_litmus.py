@@ -35,7 +35,10 @@ def test_rounds_pass_with_one_program_and_several_at_both_scopes() -> None:
 
 
 def test_a_flag_that_comes_before_the_numbers_is_found() -> None:
-    code, printed = _run("--device", "cpu", "--rounds", "6", "--programs", "3", "--early")
+    for _ in range(5):  # on a busy machine no peer may look in time
+        code, printed = _run("--device", "cpu", "--rounds", "20", "--programs", "3", "--early")
+        if code:
+            break
     assert code == 1 and "Traceback" not in printed and not printed.endswith("\n0 numbers were wrong\n"), printed
 
 

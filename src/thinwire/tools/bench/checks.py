@@ -72,7 +72,9 @@ def row_scales(rows: torch.Tensor, wire: WireFormat) -> torch.Tensor:
     group = wire.group or wire.columns(width)
     magnitudes = torch.nn.functional.pad(rows.float().abs(), (0, -width % group))
     if wire.rotated:  # no element exceeds the sum of its block's magnitudes
-        magnitudes = magnitudes.view(rows.shape[0], -1, BLOCK).sum(-1).repeat_interleave(BLOCK, -1)
+        magnitudes = (
+            magnitudes.view(rows.shape[0], magnitudes.shape[1] // BLOCK, BLOCK).sum(-1).repeat_interleave(BLOCK, -1)
+        )
     scales = magnitudes.view(rows.shape[0], -(-width // group), group).amax(-1) * (1 / wire.qmax)
     scales = scales if wire.row_scale else scales.bfloat16().float()
     return scales.repeat_interleave(group, -1)[:, :width]
