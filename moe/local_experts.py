@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -50,9 +51,9 @@ def require_ignored(experts: nn.Module) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not DistributedDataParallel.forward.__code__:
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     if frame is None:
         return
     wrapper = frame.f_locals["self"]

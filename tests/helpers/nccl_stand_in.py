@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -121,8 +122,8 @@ def over_nccl(limit: timedelta, timeout: float | None = None) -> Iterator[Commun
             return "nccl", torch.device("cpu"), "as a stand-in"
         return choose(group, device)
 
-    def on_cpu(exchange: PeerExchange, *arguments: object) -> None:
-        init(exchange, *arguments)  # type: ignore[arg-type]
+    def on_cpu(exchange: PeerExchange, *arguments: Any) -> None:
+        init(exchange, *arguments)
         if exchange.backend == "nccl":
             exchange._device_types = ("cpu",)
 

@@ -63,12 +63,14 @@ def broadcast(builder: Any, scalar: Any, lanes: int) -> Any:
 
 
 def largest_lane(builder: Any, vector: Any) -> Any:
+    """The largest lane of a vector of unsigned integers."""
     name = f"llvm.vector.reduce.umax.v{vector.type.count}i{vector.type.element.width}"
     reduction = ir.FunctionType(vector.type.element, [vector.type])
     return builder.call(cgutils.get_or_insert_function(builder.module, reduction, name), [vector])
 
 
 def larger(builder: Any, a: Any, b: Any) -> Any:
+    """The larger one of two unsigned integers, or of each lane of two vectors."""
     return builder.select(builder.icmp_unsigned(">", a, b), a, b)
 
 
