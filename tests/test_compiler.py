@@ -126,3 +126,34 @@ def test_what_is_traced_as_something_else_shows_its_own_parameters() -> None:
         shown: Any = inspect.signature(function, follow_wrapped=False)
         assert shown == inspect.signature(inspect.unwrap(function)), function
         assert not any(each.kind is each.VAR_KEYWORD for each in shown.parameters.values()), function
+
+
+def test_a_second_interrupt_does_not_keep_the_first_from_ending_the_communicator() -> None:
+    class Recorder:
+        begun, tries, ended_with = 0, 0, ""
+
+        def ended_by(self, error: BaseException) -> None:
+            self.tries += 1
+            if self.tries == 1:
+                raise KeyboardInterrupt("second")
+            self.ended_with = str(error)
+
+    recorder = Recorder()
+
+    def interrupted() -> None:
+        recorder.begun += 1
+        raise KeyboardInterrupt("first")
+
+    with pytest.raises(KeyboardInterrupt, match="first"):
+        opaque(interrupted, find_recorder=lambda *_: recorder)()
+    assert recorder.ended_with == "first"
+
+
+def test_an_interrupt_at_the_end_of_no_grad_leaves_gradients_as_they_were() -> None:
+    def interrupted() -> None:
+        torch.set_grad_enabled(False)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        opaque(interrupted)()
+    assert torch.is_grad_enabled()

@@ -79,7 +79,7 @@ def opaque(
             with torch._C._DisableAutocast():
                 return call(*args, **kwargs)
         recorder = None if find_recorder is None else find_recorder(args, kwargs)
-        begun = 0 if recorder is None else recorder.begun
+        begun, gradients = 0 if recorder is None else recorder.begun, torch.is_grad_enabled()
         try:
             if "torch._dynamo" not in sys.modules:  # nothing compiles without it, and importing it takes seconds
                 return function(*args, **kwargs)
@@ -90,8 +90,12 @@ def opaque(
             # Where nothing is compiled that is called from here, it takes ten microseconds less.
             return function(*args, **kwargs) if get_eval_frame_callback() is None else disabled(*args, **kwargs)
         except BaseException as error:
+            torch._C._set_grad_enabled(gradients)  # which an interrupted no_grad leaves off
             if recorder is not None and recorder.begun != begun:
-                recorder.ended_by(error)
+                try:
+                    recorder.ended_by(error)
+                except BaseException:  # a second one from outside, which may have come before anything had ended
+                    recorder.ended_by(error)
             raise
 
     marked: Any = call  # as `skip` does, which is there only then
