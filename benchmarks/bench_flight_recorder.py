@@ -47,6 +47,12 @@ class RecorderOff(FlightRecorder):
     def __init__(self) -> None:
         self.current = [None] * (INSIDE + 1)
 
+    def take_turn(self) -> None:
+        return
+
+    def end_turn(self) -> None:
+        return
+
     def failed(self, entry: Entry, error: BaseException) -> None:
         return
 

@@ -188,6 +188,7 @@ def _told(code: str) -> str:
     ("code", "words"),
     [
         ("import torch; tw.all_reduce(torch.ones(4))", "there is no default communicator: call thinwire.init() first"),
+        ("tw.init(); raise SystemExit(1)", "one rank, as no launcher was found: torchrun --nproc-per-node N starts N"),
         ("tw.init(rank=0, world_size=2)", "MASTER_ADDR"),
         ("tw.init(device='cuda')", "device is 'cuda', and no GPU is visible: pass device='cpu'"),
         ("tw.init(device='cuda:3')", "device is 'cuda:3', and no GPU is visible: pass device='cpu'"),

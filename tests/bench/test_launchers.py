@@ -69,7 +69,7 @@ def test_torchruns_ranks_are_joined(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     written, printed = _run(launcher, ["all_gather", "moe", "--baselines", "none"], tmp_path / "bench.json")
     assert written["ranks"] == 2 and written["launched"] == "torchrun" and written["skipped"] == []
-    assert sum(line.startswith(" ") for line in printed) == len(written["figures"]) == 14
+    assert sum(line.startswith(" ") for line in printed) == len(written["figures"]) == 20
     assert [line.split()[1] for line in printed if re.match(r"#    \d ", line)] == ["0", "1"]
 
 

@@ -103,7 +103,7 @@ def test_a_first_init_without_a_domain_does_not_meet_one_with_a_domain():
 
 
 def lose_one(comm):
-    short, other = tw.init(domain="short", timeout=0.3), tw.init(domain="other")
+    short, other = tw.init(domain="short", timeout=0.3), tw.init(domain="other", timeout=60.0)
     if comm.rank == 1:
         time.sleep(1.0)
     begin = time.monotonic()

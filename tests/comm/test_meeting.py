@@ -201,7 +201,7 @@ def test_all_that_came_are_told_who_is_missing_in_one_line() -> None:
     imports = (
         "import thinwire\nprint('here', flush=True)\ninput()\n"  # which takes a busy machine longer than the limit
     )
-    ranks = [_start_one_of_three(rank, "127.0.0.1", port, 5.0, imports) for rank in (0, 1)]
+    ranks = [_start_one_of_three(rank, "127.0.0.1", port, 12.0, imports) for rank in (0, 1)]
     for rank in ranks:
         assert rank.stdout is not None and rank.stdout.readline() == "here\n"
     for rank in ranks:
@@ -210,7 +210,7 @@ def test_all_that_came_are_told_who_is_missing_in_one_line() -> None:
     for number, rank in enumerate(ranks):
         assert rank.communicate(timeout=90)[0] == (
             f"{number} [2] rank {number} of 3, from the arguments rank and world_size, could not meet the others at "
-            f"127.0.0.1:{port} (limit 5 s): rank 2 did not come\n"
+            f"127.0.0.1:{port} (limit 12 s): rank 2 did not come\n"
         )
 
 

@@ -212,7 +212,8 @@ def test_what_kernels_know_at_compile_time_must_be_what_ranks_have(changed: dict
 @needs_stub
 def test_a_round_after_it_compiles_nothing_and_before_it_everything(tmp_path: Path) -> None:
     sizes, folder = Sizes(), tmp_path / "cache"
-    command = [sys.executable, "-m", "thinwire", "warmup", *SIZES, "--arch", "sm_90", "--jobs", "2"]
+    options = ["--wire", sizes.wire, "--arch", "sm_90", "--jobs", "2"]
+    command = [sys.executable, "-m", "thinwire", "warmup", *SIZES, *options]
     done = subprocess.run(
         command, env=os.environ | {"TRITON_CACHE_DIR": str(folder)}, capture_output=True, text=True, timeout=300
     )
