@@ -156,7 +156,7 @@ def open_mpi() -> str:
                 label = f"{count:,} row{'s' * (count > 1)}" if count else f"{size >> 20} MiB"
                 rows.append((label, marks))
             groups.append((f"{ranks} ranks, {title}", rows))
-    legend = (("exact", "exact"), ("empty", "exact, into tw.empty"), ("int8", "int8"))
+    legend = (("exact", "none"), ("empty", "none, into tw.empty"), ("int8", "int8"))
     note = "Ranks share two cores. Lines: from the least to the most"
     return dots("Beside Open MPI, on one host", note, legend, groups, (0.05, 0.1, 0.2, 0.5, 1, 2, 4), "Open MPI")
 
@@ -174,7 +174,7 @@ def one_host() -> str:
                         ratio = figure["speedup"]
                         mark = Mark(kind + " open" * (transport == "staged"), ratio, ratio, ratio)
                         lines.setdefault(operation, []).append(mark)
-    legend = (("exact", "exact"), ("int8", "int8"), ("exact open", "exact, staged"), ("int8 open", "int8, staged"))
+    legend = (("exact", "none"), ("int8", "int8"), ("exact open", "none, staged"), ("int8 open", "int8, staged"))
     note = "4 ranks share two cores; the larger size of each table"
     return dots("Beside gloo, on one host", note, legend, [("", list(lines.items()))], (0.5, 1, 2, 4, 8, 16), "gloo")
 

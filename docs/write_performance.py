@@ -29,7 +29,7 @@ Two hosts and a slow link ([tables](#over-a-slow-link)):
 
 Four ranks of one host beside gloo; staged rows go through gloo, too ([tables](#4-ranks-processes-of-one-host)):
 
-![Speedup over gloo of each operation between 4 ranks of one host, direct and staged, exact and in int8](one_host.svg)
+![Speedup over gloo of each operation between 4 ranks of one host, direct and staged, in none and int8](one_host.svg)
 
 Ranks of one host beside Open MPI. Small calls are slower, and so is an all-to-all-v in int8
 ([tables](#2-ranks-beside-open-mpi-2-cores)):

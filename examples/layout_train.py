@@ -1,4 +1,4 @@
-"""Three matrix products trained on eight CPU ranks, each operator in a layout of its own, in exact and in int8 transit.
+"""Three matrix products trained on eight CPU ranks, each operator in a layout of its own, in none and in int8 transit.
 
     pip install scikit-learn
     python examples/layout_train.py

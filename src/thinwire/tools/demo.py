@@ -154,7 +154,7 @@ def _score_rank(comm: Communicator, text: bytes, wires: list[str], report: Repor
             torch.zeros(4, dtype=torch.float64, device="cpu"),
         )
         model = load_tiny_moe(ep=ep)
-        report.stage(f"comparing {wire} with exact rounds ...")
+        report.stage(f"comparing {wire} with none ...")
         for inputs, _ in steps[:_ERROR_STEPS]:  # also the warm-up of what is timed below
             model(inputs)
         squares = _sum_over_ranks(comm, ep.squares)
