@@ -64,18 +64,20 @@ def source_of(*modules: str) -> bytes:
     )
 
 
-def replicated(model: TinyMoE) -> list[torch.nn.Parameter]:
-    """What every rank holds: all parameters but the experts'."""
-    return [weight for name, weight in model.named_parameters() if ".experts." not in name]
+class Training(torch.nn.Module):
+    """The loss of windows of text, in nats a byte, alone and with the experts' balance."""
 
+    def __init__(self, model: TinyMoE) -> None:
+        super().__init__()
+        self.model = model
 
-def add_up_gradients(weights: list[torch.nn.Parameter], comm: tw.Communicator) -> None:
-    """Sums the gradients of what every rank holds, in one exact all-reduce, so that the replicas stay the same."""
-    grads = [weight.grad if weight.grad is not None else torch.zeros_like(weight) for weight in weights]
-    summed = tw.all_reduce(torch.cat([grad.flatten() for grad in grads]), wire="none", comm=comm)
-    assert isinstance(summed, torch.Tensor)
-    for weight, total in zip(weights, summed.split([grad.numel() for grad in grads]), strict=True):
-        weight.grad = total.view_as(weight)
+    def forward(self, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, routings = self.model.forward_with_routing(windows[:, :-1])
+        logits = rearrange(logits, "windows length bytes -> (windows length) bytes")
+        loss = F.cross_entropy(logits, windows[:, 1:].flatten())
+        experts = self.model.config.num_experts
+        balance = [load_balancing_loss(r.router_logits, r.topk_ids, experts) for r in routings]
+        return loss, loss + BALANCE * torch.stack(balance).mean()
 
 
 def fine_tune(comm: tw.Communicator, formats: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
@@ -92,7 +94,7 @@ def fine_tune(comm: tw.Communicator, formats: dict[str, str], options: dict[str,
     model = load_tiny_moe(ep=ep).train()
     text = torch.frombuffer(bytearray(source_of(*TRAIN_ON)), dtype=torch.uint8)
     held_out = source_of(HELD_OUT)[: options["held_out_bytes"]]
-    shared = replicated(model)
+    training = tw.distributed(Training(model))  # gradients become means over ranks
     optimiser = torch.optim.AdamW(model.parameters(), lr=options["lr"], betas=(0.9, 0.98))
     sampler = torch.Generator().manual_seed(options["seed"])
     before, losses, started = bits_per_byte(model, held_out, batch=windows), [], time.perf_counter()
@@ -101,14 +103,9 @@ def fine_tune(comm: tw.Communicator, formats: dict[str, str], options: dict[str,
             group["lr"] = options["lr"] * min(1.0, (step + 1) / WARM_UP)
         starts = torch.randint(0, len(text) - context, (comm.size, windows, 1), generator=sampler)[comm.rank]
         window = text[starts + torch.arange(context + 1)].long()
-        logits, routings = model.forward_with_routing(window[:, :-1])
-        logits = rearrange(logits, "windows length bytes -> (windows length) bytes")
-        loss = F.cross_entropy(logits, window[:, 1:].flatten())
-        balance = [load_balancing_loss(r.router_logits, r.topk_ids, config.num_experts) for r in routings]
+        loss, balanced = training(window)
         optimiser.zero_grad()
-        # Divided here, and then summed: an expert's gradient is that of all ranks' tokens already.
-        ((loss + BALANCE * torch.stack(balance).mean()) / comm.size).backward()
-        add_up_gradients(shared, comm)
+        balanced.backward()
         tw.clip_grad_norm_(model, 1.0)
         optimiser.step()
         losses.append(sum(comm.all_gather_object(loss.item())) / comm.size / math.log(2.0))

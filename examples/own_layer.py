@@ -50,18 +50,16 @@ def train(comm: tw.Communicator, kind: type[OwnLayer], wire: str, tokens: torch.
     """Teaches the layer to turn tokens around, each rank with its share of them; gives the mean loss of each step."""
     mine, losses = tokens[comm.rank :: comm.size], []
     with tw.ExpertParallel(comm, EXPERTS, TOP_K, HIDDEN, max_tokens=TOKENS, wire=wire) as ep:
-        layer = kind(ep)
+        layer = tw.distributed(kind(ep))  # gradients become means over ranks: the router's, and each expert's
         optimizer = torch.optim.Adam(layer.parameters(), lr=3e-3)
         for _ in range(steps):
             optimizer.zero_grad()
-            loss = (layer(mine) - mine.flip(1)).square().sum() / tokens.numel()
+            loss = (layer(mine) - mine.flip(1)).square().sum() * comm.size / tokens.numel()
             loss.backward()
-            for parameter in layer.router.parameters():  # all ranks hold it, so its gradients are added up
-                comm.all_reduce(parameter.grad)
             optimizer.step()
-            total = loss.detach().clone()
-            comm.all_reduce(total)
-            losses.append(float(total))
+            mean = loss.detach() / comm.size
+            comm.all_reduce(mean)
+            losses.append(float(mean))
     return losses
 
 
