@@ -1,4 +1,4 @@
-"""Loading a model with MoE layers, and its optimiser, from a file of `save_checkpoint`: each rank its own experts."""
+"""Loading a model with MoE layers from a file of `save_checkpoint`: each rank its own experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from thinwire.comm.tensors import require_dense, require_writable
 from thinwire.errors import ArgumentError, CheckpointError
 from thinwire.files import open_regular
 from thinwire.moe.local_experts import LocalExperts
-from thinwire.moe.optimizer_state import OPTIMIZER, SETTINGS, OptimizerState
 from thinwire.moe.places import Place, placed_tensors
 
 
@@ -29,12 +28,10 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
         CheckpointError: the file is not a safetensors file.
     """
     with _open(path) as file:
-        return {key: text for key, text in (file.metadata() or {}).items() if key != SETTINGS}
+        return dict(file.metadata() or {})
 
 
-def load_checkpoint(
-    model: nn.Module, path: str | os.PathLike[str], *, optimizer: torch.optim.Optimizer | None = None
-) -> dict[str, str]:
+def load_checkpoint(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, str]:
     """Fill ``model`` from a file that `save_checkpoint` wrote, and return the file's metadata.
 
     Experts may be spread over any number of ranks, or over none: a rank reads what its model holds, of stacked experts
@@ -45,53 +42,27 @@ def load_checkpoint(
     Args:
         model: a module with the names and shapes of the saved one.
         path: the safetensors file.
-        optimizer: takes the state that was saved, by the names of its parameters, and all settings that are numbers,
-            such as learning rates. It is of the saved one's class, with the same groups of parameters and the same
-            other settings, and takes only what a new one would keep after a step with the file's settings. None leaves
-            all that in the file.
 
     Raises:
-        ArgumentError: ``model`` is no module, or ``optimizer`` no optimiser.
+        ArgumentError: ``model`` is no module.
         FileNotFoundError: there is no such file.
         CheckpointError: the file is not a safetensors file; it lacks a tensor, or has one too many or of another shape
-            or kind of dtype; it has no optimiser's state, or one that does not fit; or the model has tensors that
-            cannot be filled.
+            or kind of dtype; or the model has tensors that cannot be filled.
     """
     held = placed_tensors(model)
     for name, (tensor, _) in held.items():
         _check_can_be_filled(name, tensor)
-    state = None if optimizer is None else OptimizerState(held, optimizer)
     with _open(path) as file:
-        metadata = dict(file.metadata() or {})
-        settings = metadata.pop(SETTINGS, None)
-        names = set(file.keys())
-        of_optimizer = [name for name in names if name.startswith(OPTIMIZER)]
-        others = {*of_optimizer, *_experts_elsewhere(model, held, names)}
+        others = _experts_elsewhere(model, held, set(file.keys()))
         _check_names_and_shapes(file, path, {name: place.shape for name, (_, place) in held.items()}, others)
         values = {}
         for name, (tensor, place) in held.items():
             read = functools.partial(_part_of, file, name, place)
             values[name] = _converted(read, tensor, f"{path}: {name}")
-        fill: Callable[[], object] = dict
-        if state is not None:
-            if settings is None:
-                raise CheckpointError(f"{path} has no optimiser's state: it was saved without optimizer=")
-            stored = {}
-            for name in of_optimizer:
-                if name.removeprefix(OPTIMIZER).rpartition("/")[0] not in names:
-                    raise CheckpointError(f"{path} has {name}, and nothing that it could be the optimiser's state of")
-                placed = state.place_of(name, tuple(file.get_slice(name).get_shape()))
-                if placed is not None:
-                    parameter, place = placed
-                    with _errors_named(f"{path}: {name}"):
-                        part = _part_of(file, name, place)
-                    stored[name] = _sharded_like(part, parameter) if part.dim() else part
-            fill = state.prepare(settings, len(of_optimizer), stored)
         with torch.no_grad():
             for name, (tensor, _) in held.items():
                 tensor.copy_(_sharded_like(values[name], tensor))
-        fill()
-        return metadata
+        return dict(file.metadata() or {})
 
 
 def _part_of(file: Any, name: str, place: Place) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Saving a model with MoE layers, and its optimiser, to one safetensors file: each rank writes its own experts' bytes.
+"""Saving a model with MoE layers to one safetensors file: each rank writes its own experts' bytes.
 
 Expert weights of `MoELayer` are stored stacked, ``[num_experts, ...]``, so that the experts of a rank are one
 contiguous piece of each of them. Those of `LocalExperts` have the experts' numbers in their names.
@@ -7,11 +7,9 @@ contiguous piece of each of them. Those of `LocalExperts` have the experts' numb
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from thinwire.errors import CheckpointError
 from thinwire.moe.checkpoint_folder import write_at
-from thinwire.moe.optimizer_state import OPTIMIZER, SETTINGS, OptimizerState
 from thinwire.moe.places import Place, group_of_experts, placed_tensors, whole
 from thinwire.moe.safetensors_header import dtype_name, make_header, offsets_of
 from thinwire.moe.together import agree_on_path, together, unfinished_folder
@@ -40,16 +37,14 @@ def save_checkpoint(
     path: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a model's parameters and persistent buffers, and an optimiser's state, to one safetensors file.
+    """Write a model's parameters and persistent buffers to one safetensors file.
 
     Collective where experts are spread over ranks, by sharded `MoELayer` or `LocalExperts`: each rank writes its own
     experts' bytes, and rank 0 all else, which is the same everywhere. All ranks must see the folder. What
     `fully_shard` has sharded is gathered, one tensor at a time. The file does not say how many ranks there were.
     It appears under ``path`` only when it is complete. If one rank fails, all raise, and nothing is left behind.
-    Experts that are the same on two ranks give a RuntimeWarning.
 
     Args:
         model: any module, without what wraps it, such as DistributedDataParallel. Tensors are stored as they are.
@@ -57,17 +52,13 @@ def save_checkpoint(
             ``.unfinished-...`` of processes that were killed while they saved are removed, if they ran on this host
             since it was started.
         metadata: strings stored in the file's header, such as the number of the step; None for none. Rank 0's count.
-        optimizer: over parameters of ``model``, of torch.optim or a class of yours whose step needs no arguments. Each
-            of its states has its parameter's shape or is a number; so LBFGS, Adafactor and SparseAdam are refused. To
-            find out what it keeps, a copy of it takes a step for small tensors.
         dtype: rounds the model's floating-point tensors to this one; None keeps theirs.
 
     Raises:
-        ArgumentError: ``model`` is no module, ``path`` no path, or ``optimizer`` no optimiser.
+        ArgumentError: ``model`` is no module, or ``path`` no path.
         ConfigMismatch: ranks give different paths.
-        CheckpointError: experts are spread over different groups; ranks have different
-            models or optimisers, or other values of a parameter that is not among these experts; a parameter of
-            ``optimizer`` is not the model's; the model is wrapped in DistributedDataParallel; a tensor, setting or
+        CheckpointError: experts are spread over different groups; ranks have different models, or other values of a
+            parameter that is not among these experts; the model is wrapped in DistributedDataParallel; a tensor or
             string that cannot be stored; or another rank failed.
         OSError: what the system says of writing.
     """
@@ -81,26 +72,25 @@ def save_checkpoint(
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise CheckpointError(f"dtype is {dtype!r}, expected None or a floating-point dtype")
         text.update(_checked_metadata(metadata))
-        found, settings = _parts_of(model, optimizer)
+        found = [(name, tensor, place) for name, (tensor, place) in placed_tensors(model).items()]
+        for name, tensor, _ in found:
+            dtype_name(tensor.dtype)
+            if len(name) > _LONGEST_NAME or not _is_text(name):
+                raise CheckpointError(f"{name[:80]!r} has {len(name)} characters, or some that cannot be written")
         if comm is None and any(isinstance(tensor, DTensor) for _, tensor, _ in found):
             raise CheckpointError("the model is sharded, and no experts are: torch.distributed.checkpoint saves it")
         parts.extend(found)
-        text.update(settings)
         if comm is not None:
-            values.update((name, _digest(tensor)) for name, tensor, _ in found)
+            values.update((name, "" if place.mine else _digest(tensor)) for name, tensor, place in found)
         return ""
 
     together(comm, "describe its model", collect)
     target = agree_on_path(comm, path)
     as_stored = {
-        name: tensor.dtype if dtype is None or name.startswith(OPTIMIZER) or not tensor.is_floating_point() else dtype
-        for name, tensor, _ in parts
+        name: dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype for name, tensor, _ in parts
     }
     rows = {name: (dtype_name(as_stored[name]), place) for name, _, place in parts}
-    stored = _agree(comm, rows, text.get(SETTINGS, ""), values)
-    if optimizer is not None:
-        count = sum(name.startswith(OPTIMIZER) for name in stored)
-        text[SETTINGS] = json.dumps({**json.loads(text[SETTINGS]), "tensors": count})
+    stored = _agree(comm, rows, values)
     with contextlib.ExitStack() as stack:
 
         def create() -> str:
@@ -127,29 +117,6 @@ def save_checkpoint(
         together(comm, "give the file its name", finish if is_first else lambda: "")
 
 
-def _parts_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[list[_Part], dict[str, str]]:
-    """What this rank has of a model and an optimiser, and the latter's settings as metadata.
-
-    Raises:
-        CheckpointError: some of it cannot be stored.
-    """
-    tensors = placed_tensors(model)
-    parts = [(name, tensor, place) for name, (tensor, place) in tensors.items()]
-    for name in tensors:
-        if name.startswith(OPTIMIZER):
-            raise CheckpointError(f"the model has a tensor {name!r}; such names are those of an optimiser's state")
-    settings = {}
-    if optimizer is not None:
-        state = OptimizerState(tensors, optimizer)
-        parts.extend(state.tensors())
-        settings[SETTINGS] = state.settings()
-    for name, tensor, _ in parts:
-        dtype_name(tensor.dtype)
-        if len(name) > _LONGEST_NAME or not _is_text(name):
-            raise CheckpointError(f"{name[:80]!r} has {len(name)} characters, or some that cannot be written")
-    return parts, settings
-
-
 def _write_all(
     path: str, parts: list[_Part], dtypes: Mapping[str, torch.dtype], places: Mapping[str, int], is_first: bool
 ) -> None:
@@ -174,8 +141,6 @@ def _checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
     for item in (metadata or {}).items():
         if not all(isinstance(text, str) and _is_text(text) for text in item):
             raise CheckpointError(f"metadata has {item[0]!r}: {repr(item[1])[:80]}, expected strings")
-        if item[0] == SETTINGS:
-            raise CheckpointError(f"metadata has {SETTINGS!r}, under which the optimiser's settings are stored")
     return dict(metadata or {})
 
 
@@ -203,38 +168,20 @@ def _digest(tensor: torch.Tensor) -> str:
     return str(int(integers.sum(dtype=torch.int64)))
 
 
-def _warn_of_equal_experts(told: Sequence[Sequence[Sequence[Any]]]) -> None:
-    """Says so where ranks' own matrices are the same; zeros, such as new biases, do not count."""
-    seen: dict[tuple[str, ...], int] = {}
-    for rank, of_rank in enumerate(told):
-        values = tuple(
-            value for *_, shape, mine, value in of_rank if mine and len(shape) > 1 and value not in ("", "0")
-        )
-        other = seen.setdefault(values, rank)
-        if values and other != rank:
-            warnings.warn(
-                f"rank {rank} has the same experts as rank {other}: were they made alike, or has "
-                "DistributedDataParallel made them so? It has to ignore tw.expert_parameter_names(model)",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-
-
 def _agree(
-    comm: Communicator | None, own: dict[str, tuple[str, Place]], settings: str, values: Mapping[str, str]
+    comm: Communicator | None, own: dict[str, tuple[str, Place]], values: Mapping[str, str]
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype and shape of each tensor of all ranks, in the order of rank 0, then of others.
 
     Raises:
-        CheckpointError: on all ranks, where they differ, or the settings of the optimiser.
+        CheckpointError: on all ranks, where they differ.
     """
     if comm is None:
         return {name: (dtype, place.shape) for name, (dtype, place) in own.items()}
     rows = [[name, dtype, list(place.shape), place.mine, values[name]] for name, (dtype, place) in own.items()]
-    digest = hashlib.sha256(_common(settings, own).encode()).hexdigest()
-    begun = comm.all_gather_data((len(rows), digest), (int, str))
+    counts = comm.all_gather_data((len(rows),), (int,))
     told: list[list[Any]] = [[] for _ in range(comm.size)]
-    for start in range(0, max(count for count, _ in begun), _ROWS_AT_ONCE):
+    for start in range(0, max(count for (count,) in counts), _ROWS_AT_ONCE):
         part = comm.all_gather_data(rows[start : start + _ROWS_AT_ONCE], [(str, str, [int], bool, str)])
         for rank, more in enumerate(part):
             told[rank] += more
@@ -253,16 +200,4 @@ def _agree(
         missing = common.keys() - {name for name, *_ in of_rank}
         if missing:
             raise CheckpointError(f"ranks have different models: rank {rank} lacks {min(missing)}")
-        if begun[rank][1] != begun[0][1]:
-            raise CheckpointError(f"ranks have different optimisers: the settings of rank {rank} are not rank 0's")
-    _warn_of_equal_experts(told)
     return found
-
-
-def _common(settings: str, own: Mapping[str, tuple[str, Place]]) -> str:
-    """Settings of an optimiser without the names of parameters that other ranks need not have."""
-    if not settings:
-        return settings
-    found = json.loads(settings)
-    group_of = {name: number for name, number in found["group_of"].items() if not own[name][1].mine}
-    return json.dumps([found["class"], found["groups"], group_of], sort_keys=True)

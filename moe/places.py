@@ -49,13 +49,18 @@ def expert_places(model: nn.Module) -> Iterator[tuple[torch.Tensor, Place]]:
         if not isinstance(module, MoELayer | LocalExperts) or module.ep is None or module.ep.comm.size == 1:
             continue
         if isinstance(module, MoELayer):
-            held = next((each.held for each in module.experts.modules() if isinstance(each, NamedByExperts)), "")
+            held = held_by(module)
             masks = [mask for name, mask in module.experts.named_buffers() if held and held in name]  # of pruning
             for part in (*module.experts.parameters(), *masks):  # the user may have wrapped them
                 yield part, Place((module.num_experts, *part.shape[1:]), module.local_experts, True, held)
         else:
             for tensor in module.state_dict(keep_vars=True).values():
                 yield tensor, Place(tuple(tensor.shape), None, True)
+
+
+def held_by(layer: MoELayer) -> str:
+    """The end of names of its experts' tensors that says which they are."""
+    return next((each.held for each in layer.experts.modules() if isinstance(each, NamedByExperts)), "")
 
 
 def placed_tensors(model: nn.Module) -> dict[str, tuple[torch.Tensor, Place]]:
@@ -80,10 +85,10 @@ def placed_tensors(model: nn.Module) -> dict[str, tuple[torch.Tensor, Place]]:
     if experts.keys() - {id(tensor) for tensor in found.values()}:
         raise CheckpointError("the model's state_dict() leaves out experts of this rank; a checkpoint would lack them")
     places = {name: experts.get(id(tensor), Place(tuple(tensor.shape))) for name, tensor in found.items()}
-    return {_without(place.held, name): (found[name], place) for name, place in places.items()}
+    return {without_held(place.held, name): (found[name], place) for name, place in places.items()}
 
 
-def _without(held: str, name: str) -> str:
+def without_held(held: str, name: str) -> str:
     """A tensor's name without which experts it holds, behind which a parametrisation or pruning adds its own words."""
     before, _, after = name.rpartition(held) if held else ("", "", name)
     return before + after

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from thinwire.moe.places import expert_parameter_names as expert_parameter_names
     from thinwire.moe.pretrained import load_moe_layer as load_moe_layer
     from thinwire.moe.pretrained import save_moe_layers as save_moe_layers
+    from thinwire.moe.training_state import TrainingState as TrainingState
     from thinwire.wire import WireFormat as WireFormat
 
 _MODULES = {
@@ -75,6 +76,7 @@ _MODULES = {
     "moe.parallel": "ExpertParallel",
     "moe.places": "expert_parameter_names",
     "moe.pretrained": "load_moe_layer save_moe_layers",
+    "moe.training_state": "TrainingState",
     "wire": "WireFormat",
 }
 _PUBLIC = {name: f"thinwire.{module}" for module, names in _MODULES.items() for name in names.split()}

@@ -107,7 +107,7 @@ def run_programs(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
     os.chdir(folder)
-    sys.argv = ["program.py", "training.safetensors"]
+    sys.argv = ["program.py", "checkpoints"]
     results = []
     for blocks, port in zip(programs, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import thinwire as tw
@@ -286,9 +287,13 @@ def _saved(comm: Communicator, path: str, weights: dict[str, torch.Tensor]) -> N
                 for parameter in model.parameters():
                     parameter.grad = parameter.detach() / 3
                 optimizer.step()
-                tw.save_checkpoint(model, path, optimizer=optimizer)
+                tw.save_checkpoint(model, path)
+                dcp.save({"training": tw.TrainingState(model, optimizer)}, checkpoint_id=f"{path} and optimizer")
             else:
-                tw.load_checkpoint(model, path, optimizer=optimizer)
+                tw.load_checkpoint(model, path)
+                before = {name: weight.clone() for name, weight in model.state_dict().items()}
+                dcp.load({"training": tw.TrainingState(model, optimizer)}, checkpoint_id=f"{path} and optimizer")
+                assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
             whole = {}
             for name, parameter in model.moe.experts.named_parameters():
                 for expert, row in zip(ep.local_experts, range(len(parameter)), strict=True):
@@ -296,7 +301,7 @@ def _saved(comm: Communicator, path: str, weights: dict[str, torch.Tensor]) -> N
                     whole[unnumbered(name), expert] = torch.stack(
                         [parameter[row], state["exp_avg"][row], state["exp_avg_sq"][row]]
                     )
-            states.append({key: part for of_rank in comm.share_objects(whole) for key, part in of_rank.items()})
+            states.append({key: part for of_rank in comm.all_gather_object(whole) for key, part in of_rank.items()})
     assert states[0].keys() == states[1].keys() == states[2].keys() and len(states[0]) == 2 * EXPERTS
     for key, part in states[0].items():
         assert part[0].any() and torch.equal(part, states[1][key]) and torch.equal(part, states[2][key]), key
@@ -309,7 +314,7 @@ def _saved(comm: Communicator, path: str, weights: dict[str, torch.Tensor]) -> N
 
 def test_checkpoints_are_the_same_with_any_map(tmp_path: Path) -> None:
     weights = tw.MoELayer(HIDDEN, 16, EXPERTS, TOP_K).state_dict()
-    run_ranks(_saved, RANKS, str(tmp_path / "model.safetensors"), weights, mode="thread")
+    run_ranks(_saved, RANKS, str(tmp_path / "model.safetensors"), weights)
 
 
 def _pretrained(comm: Communicator, folder: Path, copy: Path) -> None:

@@ -1,9 +1,7 @@
-"""A training with experts on several ranks is saved, and goes on there, or on another number of ranks."""
+"""A model with experts on several ranks is saved in one file, and read there, or on another number of ranks."""
 
 from __future__ import annotations
 
-import copy
-import json
 import os
 import re
 import signal
@@ -15,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict as distributed
@@ -63,36 +60,25 @@ def batch(comm: Communicator) -> torch.Tensor:
     return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))[comm.rank :: comm.size]
 
 
-def steps(model: Model, optimizer: torch.optim.Optimizer, comm: Communicator, count: int) -> None:
-    experts = tw.expert_parameter_names(model)
-    assert len(experts) == (2 + 2 * len(model.own) if comm.size > 1 else 0)
-    for _ in range(count):
-        optimizer.zero_grad()
-        (model(batch(comm)).square().sum() / TOKENS).backward()
-        for name, parameter in model.named_parameters():
-            if name not in experts:
-                comm.all_reduce(parameter.grad)
-        optimizer.step()
-
-
-def train(comm: Communicator, path: str, resumed: bool) -> torch.Tensor:
+def save(comm: Communicator, path: str) -> torch.Tensor:
     with parallel(comm) as ep:
-        model = Model(ep, seed=4 if resumed else 3)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5 if resumed else 1e-2)
-        if resumed:
-            assert tw.load_checkpoint(model, path, optimizer=optimizer) == {"steps": "3"}
-        else:
-            steps(model, optimizer, comm, 3)
-            tw.save_checkpoint(model, path, {"steps": "3"}, optimizer=optimizer)
-        steps(model, optimizer, comm, 2)
+        model = Model(ep)
+        tw.save_checkpoint(model, path, {"steps": "3"})
         return model(batch(comm)).detach()
 
 
-def test_a_training_goes_on_as_if_it_had_not_been_saved(tmp_path: Path) -> None:
-    path = str(tmp_path / "training.safetensors")
-    outputs = {0: run_ranks(train, 2, path, False)}
-    assert [file.name for file in tmp_path.iterdir()] == ["training.safetensors"]
-    outputs |= {ranks: run_ranks(train, ranks, path, True) for ranks in (2, 1, 3)}
+def load(comm: Communicator, path: str) -> torch.Tensor:
+    with parallel(comm) as ep:
+        model = Model(ep, seed=4)
+        assert tw.load_checkpoint(model, path) == {"steps": "3"}
+        return model(batch(comm)).detach()
+
+
+def test_any_number_of_ranks_reads_what_some_saved(tmp_path: Path) -> None:
+    path = str(tmp_path / "model.safetensors")
+    outputs = {0: run_ranks(save, 2, path)}
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+    outputs |= {ranks: run_ranks(load, ranks, path) for ranks in (2, 1, 3)}
     together = {}
     for ranks, parts in outputs.items():
         together[ranks] = torch.zeros(TOKENS, HIDDEN)
@@ -124,14 +110,11 @@ def misused(comm: Communicator, folder: str) -> None:
     path = Path(folder) / "model.safetensors"
     with parallel(comm) as ep:
         model = Model(ep)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        steps(model, optimizer, comm, 1)
 
-        def refused(what: str, **arguments: object) -> None:
+        def refused(what: str) -> None:
             with pytest.raises(CheckpointError, match=what):
-                tw.save_checkpoint(model, path, **arguments)  # type: ignore[arg-type]
+                tw.save_checkpoint(model, path)
 
-        refused("parameter of shape .* that is not the model's", optimizer=torch.optim.SGD([torch.ones(2)], lr=1.0))
         model.register_buffer("odd", torch.zeros(2 + comm.rank))
         refused("ranks have different models: rank 1 has odd, F32")
         model.odd = torch.zeros(2, dtype=torch.complex128)
@@ -143,24 +126,14 @@ def misused(comm: Communicator, folder: str) -> None:
         if comm.rank == 1:
             del model.extra
         tw.save_checkpoint(model, path)
-        with pytest.raises(CheckpointError, match="has no optimiser's state"):
-            tw.load_checkpoint(model, path, optimizer=optimizer)
-        comm.barrier()
-        tw.save_checkpoint(model, path, optimizer=optimizer)
         before = {name: value.clone() for name, value in model.state_dict().items()}
         with torch.no_grad():
             model.dense.weight += 1
-        dense, others = model.dense.parameters(), [p for n, p in model.named_parameters() if "dense" not in n]
-        for other, what in (
-            (
-                torch.optim.SGD([{"params": dense}, {"params": others}], lr=0.1),
-                "has 1 groups of parameters, here are 2",
-            ),
-            (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True), "nesterov is False in the"),
-        ):
-            with pytest.raises(CheckpointError, match=what):
-                tw.load_checkpoint(model, path, optimizer=other)
+        model.odd = torch.zeros(3)
+        with pytest.raises(CheckpointError, match=r"odd is \(2,\), expected \(3,\)"):
+            tw.load_checkpoint(model, path)
         assert torch.equal(model.dense.weight, before["dense.weight"] + 1)  # it is as it was
+        model.odd = torch.zeros(2)
         assert tw.load_checkpoint(model, path) == {}
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -181,15 +154,13 @@ def mixed_up(comm: Communicator, folder: str) -> None:
             tw.save_checkpoint(model, path)
         assert not Path(path).exists()
         parallel_model = nn.parallel.DistributedDataParallel(model)  # was told to ignore nothing: all is rank 0's now
-        with pytest.warns(RuntimeWarning, match="rank 1 has the same experts as rank 0: .*expert_parameter_names"):
-            tw.save_checkpoint(model, path)
         with pytest.raises(tw.CheckpointError, match="pass model.module"):
             tw.save_checkpoint(parallel_model, path)
         with pytest.raises(tw.CheckpointError, match="pass model.module"):
             tw.load_checkpoint(parallel_model, path)
 
 
-def test_experts_that_are_no_ranks_own_or_the_same_on_two_are_told(tmp_path: Path) -> None:
+def test_experts_that_are_no_ranks_own_are_told(tmp_path: Path) -> None:
     run_ranks(mixed_up, 2, str(tmp_path))
 
 
@@ -217,28 +188,21 @@ def only_one(comm: Communicator, path: str) -> list[str]:
     said = []
     with parallel(comm) as ep:
         model = Model(ep)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for odd, usual in (
-            ({"metadata": {"steps": 20}}, {}),
-            ({"metadata": 5}, {}),
-            ({"metadata": {"a": "\ud800"}}, {}),
-            ({"metadata": {"thinwire.optimizer": "x"}}, {}),
-            ({"dtype": torch.int32}, {}),
-            ({"optimizer": torch.optim.SGD(model.parameters(), lr=0.2)}, {"optimizer": optimizer}),
-            ({"optimizer": optimizer}, {}),
-            ({"optimizer": model}, {"optimizer": optimizer}),
-            ({"path": 5}, {}),
-            ({"path": f"{path}.other"}, {}),
-            ({"path": os.path.relpath(path, "..")}, {}),
+        for odd in (
+            {"metadata": {"steps": 20}},
+            {"metadata": 5},
+            {"metadata": {"a": "\ud800"}},
+            {"dtype": torch.int32},
+            {"path": 5},
+            {"path": f"{path}.other"},
+            {"path": os.path.relpath(path, "..")},
         ):
             with pytest.raises((CheckpointError, ArgumentError, ConfigMismatch)) as raised:
-                tw.save_checkpoint(model, **{"path": path, **(odd if comm.rank == 1 else usual)})  # type: ignore[arg-type]
+                tw.save_checkpoint(model, **{"path": path, **(odd if comm.rank == 1 else {})})  # type: ignore[arg-type]
             said.append(str(raised.value))
         for call in (tw.save_checkpoint, tw.load_checkpoint, lambda model, _: tw.expert_parameter_names(model)):
             with pytest.raises(ArgumentError, match="model is a dict, expected a torch Module"):
                 call({}, path)
-        with pytest.raises(ArgumentError, match="optimizer is a int, expected a torch Optimizer"):
-            tw.load_checkpoint(model, path, optimizer=5)
         with pytest.raises(ArgumentError, match="experts is a Linear"):
             tw.Int8Experts(nn.Linear(2, 2))
     return said
@@ -246,11 +210,10 @@ def only_one(comm: Communicator, path: str) -> list[str]:
 
 def test_what_one_rank_cannot_store_is_an_error_on_all(tmp_path: Path) -> None:
     first, second = run_ranks(only_one, 2, str(tmp_path / "model.safetensors"), mode="thread")
-    assert all("rank 1 could not describe its model" in said for said in (*first[:5], first[7])) and len(first) == 11
-    assert ["metadata" in said for said in second] == [True] * 4 + [False] * 7
-    assert first[5:7] == second[5:7] and all("ranks have different optimisers" in said for said in first[5:7])
-    assert "rank 1 could not take its path" in first[8] and "path is a int" in second[8]
-    for told in (*first[9:], *second[9:]):
+    assert all("rank 1 could not describe its model" in said for said in first[:4]) and len(first) == 7
+    assert ["metadata" in said for said in second] == [True] * 3 + [False] * 4
+    assert "rank 1 could not take its path" in first[4] and "path is a int" in second[4]
+    for told in (*first[5:], *second[5:]):
         assert "a checkpoint" in told and f"{tmp_path}/model.safetensors" in told
     assert not list(tmp_path.iterdir())
 
@@ -398,140 +361,18 @@ def few_experts(comm: Communicator, path: str) -> None:
         layer = tw.MoELayer(HIDDEN, 16, 2, 1).shard(ep)
         own = tw.LocalExperts(ep, lambda _: nn.Linear(HIDDEN, HIDDEN))
         model = nn.ModuleDict({"layer": layer, "own": own})
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        layer(batch(comm)).sum().backward()
-        for parameter in own.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        for parameter in layer.router.parameters():
-            comm.all_reduce(parameter.grad)
-        optimizer.step()
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        tw.save_checkpoint(model, path, optimizer=optimizer)
+        tw.save_checkpoint(model, path)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-        tw.load_checkpoint(model, path, optimizer=optimizer)
+        tw.load_checkpoint(model, path)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_rank_may_have_no_experts(ranks: int, tmp_path: Path) -> None:
     run_ranks(few_experts, ranks, str(tmp_path / "model.safetensors"))
-
-
-def stepped(
-    kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **settings: object
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8)
-    optimizer = kind(model.parameters(), **{"lr": 1e-2, **settings})
-    model(torch.ones(2, 8)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        (lambda tensors, text: tensors.update({"optimizer/weight/exp_avg": torch.zeros(1)}), r"is \[1\], expected"),
-        (lambda tensors, text: None, None),
-        (lambda tensors, text: tensors.update({"optimizer/bias/exp_avg": torch.zeros(8, dtype=torch.int32)}), "int32"),
-        (lambda tensors, text: tensors.update({"optimizer/bias/exp_avg": torch.zeros(8).double()}), "float64"),
-        (lambda tensors, text: [tensors.pop(f"optimizer/{name}/step") for name in ("weight", "bias")], "saved with 6"),
-        (lambda tensors, text: text.update({"thinwire.optimizer": "no JSON"}), "settings cannot be read"),
-        (lambda tensors, text: text.update({"thinwire.optimizer": "[]"}), "settings cannot be read"),
-        (lambda tensors, text: text.update({"thinwire.optimizer": '{"groups": [3], "group_of": {}}'}), "be read"),
-        (lambda tensors, text: text.update({"thinwire.optimizer": '{"groups": [], "group_of": {}}'}), "has 0 groups"),
-        (lambda tensors, text: set_in(text, "lr", "evil"), "lr is 'evil'"),
-        (lambda tensors, text: set_in(text, "lr", [0.1]), "lr is"),
-        (lambda tensors, text: set_in(text, "betas", [0.1]), "betas is"),
-        (lambda tensors, text: set_in(text, "amsgrad", True), "amsgrad is True"),
-    ],
-)  # fmt: skip
-def test_a_strangers_optimiser_state_is_refused_and_changes_nothing(change, what, tmp_path: Path) -> None:
-    model, optimizer = stepped()
-    path = tmp_path / "model.safetensors"
-    tw.save_checkpoint(model, path, optimizer=optimizer)
-    with safe_open(path, framework="pt") as file:
-        tensors, text = {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata())
-    set_in(text, "fused", True)
-    change(tensors, text)
-    tensors["weight"] = torch.zeros(8, 8)
-    save_file(tensors, path, metadata=text)
-    weight, before = model.weight.detach().clone(), copy.deepcopy(optimizer.state_dict())
-    if what is None:
-        tw.load_checkpoint(model, path, optimizer=optimizer)
-        assert optimizer.param_groups[0]["fused"] is None  # as it was
-        return
-    with pytest.raises(CheckpointError, match=what):
-        tw.load_checkpoint(model, path, optimizer=optimizer)
-    after = optimizer.state_dict()
-    assert torch.equal(model.weight, weight) and after["param_groups"] == before["param_groups"]
-    for number, state in before["state"].items():
-        assert all(torch.equal(value, after["state"][number][key]) for key, value in state.items())
-    optimizer.step()
-
-
-def set_in(text: dict[str, str], key: str, value: object) -> None:
-    """Changes a setting among a file's metadata."""
-    settings = json.loads(text["thinwire.optimizer"])
-    settings["groups"][0][key] = value
-    text["thinwire.optimizer"] = json.dumps(settings)
-
-
-def test_settings_of_a_scheduler_come_back_and_groups_are_not_mixed_up(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    model, optimizer = stepped(torch.optim.SGD, momentum=0.5)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
-    optimizer.step()
-    scheduler.step()
-    tw.save_checkpoint(model, path, optimizer=optimizer)
-    again, fresh = stepped(torch.optim.SGD, lr=3.0, momentum=0.9)
-    tw.load_checkpoint(again, path, optimizer=fresh)
-    group = fresh.param_groups[0]
-    assert (group["lr"], group["initial_lr"], group["momentum"]) == (pytest.approx(1e-3), 1e-2, 0.5)
-    for first, second in (("weight", "bias"), ("bias", "weight")):
-        groups = [{"params": [model.get_parameter(first)], "lr": 0.1}, {"params": [model.get_parameter(second)]}]
-        split = torch.optim.SGD(groups, lr=9.0)
-        if first == "weight":
-            tw.save_checkpoint(model, path, optimizer=split)
-    with pytest.raises(CheckpointError, match="and .* in another one"):
-        tw.load_checkpoint(model, path, optimizer=split)
-
-
-@pytest.mark.parametrize("kind", ["LBFGS", "Adafactor"])
-def test_optimisers_of_another_kind_are_refused(kind: str, tmp_path: Path) -> None:
-    model = nn.Linear(8, 8)
-    optimizer = getattr(torch.optim, kind)(model.parameters())
-
-    def loss() -> torch.Tensor:
-        optimizer.zero_grad()
-        value = model(torch.ones(2, 8)).square().sum()
-        value.backward()
-        return value
-
-    optimizer.step(loss)
-    with pytest.raises(CheckpointError, match="the optimiser"):
-        tw.save_checkpoint(model, tmp_path / "model.safetensors", optimizer=optimizer)
-
-
-@pytest.mark.parametrize(
-    "settings", [{"amsgrad": True}, {"fused": True}, {"foreach": True}, {"lr": torch.tensor(0.25)}]
-)
-def test_an_optimiser_comes_back_as_it_was(settings: dict[str, object], tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    model, optimizer = stepped(**settings)
-    tw.save_checkpoint(model, path, optimizer=optimizer)
-    again, fresh = stepped(**settings)
-    tw.load_checkpoint(again, path, optimizer=fresh)
-    for each in (model, again):
-        each.zero_grad()
-        each(torch.ones(3, 8)).square().sum().backward()
-    optimizer.step()
-    fresh.step()
-    assert torch.equal(model.weight, again.weight) and type(fresh.param_groups[0]["lr"]) is type(
-        settings.get("lr", 0.1)
-    )
 
 
 def wrong_counts(comm: Communicator) -> None:
@@ -547,22 +388,13 @@ def test_local_experts_refuse_counts_that_do_not_fit() -> None:
     run_ranks(wrong_counts, 1, mode="thread")
 
 
-def sharded(comm: Communicator, path: str, resumed: bool) -> dict[str, torch.Tensor]:
+def sharded(comm: Communicator, path: str, loads: bool) -> dict[str, torch.Tensor]:
     with parallel(comm) as ep:
-        model = Model(ep, seed=4 if resumed else 3)
+        model = Model(ep, seed=4 if loads else 3)
         own = {model.get_parameter(name) for name in tw.expert_parameter_names(model)}
         fully_shard(model, mesh=DeviceMesh.from_group(comm.group, "cpu"), ignored_params=own)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        if resumed:
-            tw.load_checkpoint(model, path, optimizer=optimizer)
-        else:
-            (model(batch(comm)).square().sum() / TOKENS).backward()
-            optimizer.step()
-            tw.save_checkpoint(model, path, optimizer=optimizer)
-        found = dict(model.named_parameters())
-        for name, parameter in model.named_parameters():
-            found |= {f"{name} {key}": value for key, value in optimizer.state[parameter].items()}
-        return {name: whole(value).detach() for name, value in found.items()}
+        (tw.load_checkpoint if loads else tw.save_checkpoint)(model, path)
+        return {name: whole(value).detach() for name, value in model.named_parameters()}
 
 
 def test_what_fully_shard_has_sharded_is_stored_whole(tmp_path: Path) -> None:
@@ -572,6 +404,6 @@ def test_what_fully_shard_has_sharded_is_stored_whole(tmp_path: Path) -> None:
         assert was.keys() == now.keys() and all(torch.equal(was[name], now[name]) for name in was)
     with safe_open(path, framework="pt") as file:
         assert file.get_slice("dense.weight").get_shape() == [HIDDEN, HIDDEN]
-        assert file.get_slice("optimizer/moe.experts.w_in/exp_avg").get_shape() == [EXPERTS, HIDDEN, 16]
+        assert file.get_slice("moe.experts.w_in").get_shape() == [EXPERTS, HIDDEN, 16]
     others = run_ranks(sharded, 3, path, True)
     assert all(torch.equal(rank["dense.weight"], before[0]["dense.weight"]) for rank in others)

@@ -272,12 +272,9 @@ def checkpoint(data: bytes) -> bool:
             metadata = read_metadata(path)
         except CheckpointError:
             metadata = None
-        optimizer = torch.optim.SGD(into.parameters(), lr=1.0, momentum=0.5)
-        for given in (optimizer, None):
-            with contextlib.suppress(CheckpointError):
-                assert load_checkpoint(into, path, optimizer=given) == metadata
-                break
-        else:
+        try:
+            assert load_checkpoint(into, path) == metadata
+        except CheckpointError:
             assert all(torch.equal(before[name], tensor) for name, tensor in into.state_dict().items()), "half loaded"
             return metadata is not None
     with tempfile.TemporaryDirectory() as folder:

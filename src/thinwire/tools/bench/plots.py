@@ -1,4 +1,4 @@
-"""Pictures of a run: latency, bandwidth, speed-up against skew, and who sent how much to whom.
+"""Pictures of a run: latency, bandwidth, and speed-up against skew.
 
 Each is drawn on one machine's figures alone; times of different runs never share a picture.
 """
@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
 from thinwire.tools.bench.options import COLLECTIVES, ROUND
 from thinwire.tools.bench.results import Figure, Results, Seconds
 from thinwire.tools.bench.style import (
     DARK,
-    GREY,
     Series,
     Styles,
     binary_ticks,
@@ -32,10 +30,6 @@ from thinwire.tools.bench.style import (
 from thinwire.tools.bench.units import size_text, token_text
 
 _HEIGHT = 4.2
-#: More ranks than these have no numbers in their cells.
-_NUMBERED_RANKS = 8
-#: More experts than these stand without gaps.
-_SEPARATE_BARS = 64
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,6 @@ def draw(results: Results) -> tuple[list[Picture], list[str]]:
     timed = [figure for figure in results.figures if figure.seconds is not None]  # of wrong results there is no picture
     styles = Styles(_series(figure) for figure in timed)
     of_rounds, of_all = _sizes(results, ("hidden", "experts", "top_k", "dtype")), _sizes(results, ("dtype",))
-    of_routing = _sizes(results, ("experts", "top_k"))
     pictures: list[Picture | str] = []
     with styled():
         for operation in ROUND:
@@ -80,10 +73,6 @@ def draw(results: Results) -> tuple[list[Picture], list[str]]:
             figures = [figure for figure in timed if figure.operation == operation]
             if figures:
                 pictures.append(_bandwidth(operation, figures, styles, results, of_all))
-        if results.traffic is not None:
-            pictures.append(_traffic(results.traffic, of_routing))
-        if results.expert_load is not None:
-            pictures.append(_load(results.expert_load, of_routing))
     missing = [picture for picture in pictures if isinstance(picture, str)]
     return [picture for picture in pictures if isinstance(picture, Picture)], missing
 
@@ -236,68 +225,6 @@ def _skew(operation: str, figures: Sequence[Figure], styles: Styles, sizes: str)
         "does not show times: all may be slower at high skew, and the speed-up the same.",
         made,
     )
-
-
-def _traffic(traffic: Sequence[Sequence[float]], sizes: str) -> Picture:
-    """Who sent how many rows to whom."""
-    ranks, most = len(traffic), max(map(max, traffic))
-    height = 4.5 if ranks > 2 else 3.4
-    made, axes = canvas("rows from rank to rank", height, height + 1, sizes)
-    # Even traffic has the middle of the scale, not its end.
-    darkest = max(most, 2 * sum(map(sum, traffic)) / ranks**2, 1)
-    image = axes.imshow(traffic, cmap="Greys", vmin=0, vmax=darkest)
-    axes.grid(False)
-    ticks = range(0, ranks, -(-ranks // 16))
-    axes.set(xticks=ticks, yticks=ticks, xlabel="to rank", ylabel="from rank")
-    for i, row in enumerate(traffic if ranks <= _NUMBERED_RANKS else ()):
-        for j, rows in enumerate(row):
-            colour = "white" if rows > 0.6 * darkest else DARK
-            axes.text(j, i, _count_text(rows), ha="center", va="center", color=colour, fontsize=9)
-    made.colorbar(image, ax=axes, label="rows", format=lambda rows, _: _count_text(rows), shrink=0.9)
-    return Picture(
-        "traffic",
-        "Rows from rank to rank",
-        "A row of cells is what one rank sent, a column what one received, in the last size of the expert "
-        "operations. The diagonal stays on its rank and crosses no link. It does not show bytes or times, nor how the "
-        "traffic changes from step to step.",
-        made,
-    )
-
-
-def _load(load: Sequence[float], sizes: str) -> Picture:
-    """Rows of each expert."""
-    mean = sum(load) / len(load)
-    made, axes = canvas(f"rows of each expert; dotted: their mean, {_count_text(mean)}", 3.2, subtitle=sizes)
-    if len(load) <= _SEPARATE_BARS:
-        axes.bar(range(len(load)), load, width=0.85, color=GREY)
-    else:
-        edges = [expert - 0.5 for expert in range(len(load) + 1)]
-        axes.stairs(load, edges, fill=True, color=GREY)
-    axes.axhline(mean, color=DARK, linestyle=":", linewidth=1.4)
-    axes.grid(False, axis="x")
-    axes.set(xlabel="expert", ylabel="rows", xlim=(-0.6, len(load) - 0.4), ylim=(0, 1.05 * max(*load, 1)))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.yaxis.set_major_formatter(lambda rows, _: _count_text(rows))
-    busiest = max(range(len(load)), key=load.__getitem__)
-    return Picture(
-        "expert_load",
-        "Rows of each expert",
-        "One bar an expert, over all ranks, in the last size of the expert operations; the busiest is expert "
-        f"{busiest} with {_count_text(load[busiest])} rows. It does not show which rank has which expert, nor where "
-        "the rows came from.",
-        made,
-    )
-
-
-def _count_text(count: float) -> str:
-    """At most six characters.
-
-    >>> [_count_text(count) for count in (0, 12.5, 99_999, 1_250_000, 3e14)]
-    ['0', '12.5', '99,999', '1.2M', '3e+14']
-    """
-    if count < 1e5:
-        return f"{count:,.0f}" if count == int(count) else f"{count:,.3g}" if count < 1e3 else f"{count:,.0f}"
-    return f"{count / 1e3:.0f}k" if count < 999.5e3 else f"{count / 1e6:.2g}M" if count < 99.5e6 else f"{count:.2g}"
 
 
 def _lines(figures: Iterable[Figure], point: Callable[[Figure], _Point]) -> dict[Series, list[_Point]]:
