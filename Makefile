@@ -12,6 +12,7 @@ VLLM_VENV := .venv-vllm
 # The PyTorch that `make demo` installs: words for pip, or "system" for the one that $(PYTHON) has.
 TORCH ?= torch
 SYSTEM := $(filter system,$(TORCH))
+WHEEL := $(if $(filter cpu,$(TORCH)),torch --index-url https://download.pytorch.org/whl/cpu,$(TORCH))
 # Each has ranks of its own, up to six in a test. A worker that is done takes over tests of another.
 WORKERS ?= 2
 PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal
@@ -113,12 +114,12 @@ docs: $(VENV)/ready
 # What a demo needs; pip says what it does, as PyTorch may take a while. The system's PyTorch keeps its version.
 $(VENV)/runs: pyproject.toml setup.py constraints.txt
 	@echo "Setting up $(VENV) with PyTorch: from PyPI this is the build with CUDA, some gigabytes. To choose another:"
-	@echo "  make demo TORCH='torch --index-url https://download.pytorch.org/whl/cpu'    the CPU build, 0.2 GB"
+	@echo "  make demo TORCH=cpu       the CPU build, 0.2 GB"
 	@echo "  make demo TORCH=system    the PyTorch that $(PYTHON) has"
 	$(PYTHON) -m venv $(VENV)
 	$(if $(SYSTEM),$(PYTHON) -c "import torch; print(torch.__path__[0].removesuffix('/torch'))" \
 		> "$$($(RUN) -c "import sysconfig; print(sysconfig.get_path('purelib'))")/torch.pth", \
-		$(RUN) -m pip install --constraint constraints.txt $(TORCH))
+		$(RUN) -m pip install --constraint constraints.txt $(WHEEL))
 	$(RUN) -m pip install $(if $(SYSTEM),,--constraint constraints.txt) --editable '.[cpu]'
 	touch $@
 

@@ -1,4 +1,4 @@
-"""Draws a token's way out to its experts and back, and what each leg puts on the wire.
+"""Draws a token's path out to its experts and back, and what each leg puts on the wire.
 
     python docs/draw_dispatch_combine.py            writes the pictures
     python docs/draw_dispatch_combine.py --check    exits non-zero where a picture is not what this draws
@@ -24,13 +24,14 @@ INT8 = WireFormat.parse("int8").row_bytes(HIDDEN)
 FP8 = HIDDEN + HIDDEN // 128 * 4
 #: Who sends what: each leg's format and bytes.
 LEGS = (
-    ("thinwire", ("int8", INT8), ("int8", INT8)),
+    ("thinwire, int8+h64", ("int8", INT8), ("int8", INT8)),
+    ("fp8 both ways", ("fp8", FP8), ("fp8", FP8)),
     ("fp8 out, bfloat16 back", ("fp8", FP8), ("bfloat16", BF16)),
     ("bfloat16 both ways", ("bfloat16", BF16), ("bfloat16", BF16)),
 )
 
-WIDTH, HEIGHT = 1000, 548
-NARROW, TALL = 400, 934
+WIDTH, HEIGHT = 1000, 588
+NARROW, TALL = 400, 992
 BAR_LEFT, BAR_WIDTH = 230, 640
 STYLE = """
 text { font: 15px system-ui, "Segoe UI", "Helvetica Neue", "DejaVu Sans", sans-serif; fill: #24292f }
@@ -69,19 +70,19 @@ def arrow(kind: str, x: float, y: float, to_x: float, to_y: float) -> str:
 
 def way() -> list[str]:
     """The upper half: home, the experts' ranks, home again."""
-    parts = [text(20, 36, "A token's way, where ranks reach each other's memory", "title")]
+    parts = [text(20, 36, "The path of a token where ranks can map each other's memory", "title")]
     parts += [box(20, 60, 170, 250, "rank"), text(36, 86, "rank 0, its home", "name")]
     parts += [box(810, 60, 170, 250, "rank"), text(826, 86, "rank 0 again", "name")]
     parts += [box(36, 150, 138, 70, "step", "token", "in bfloat16")]
     for number, y in ((1, 60), (2, 195)):
-        parts += [box(340, y, 320, 115, "rank"), text(356, y + 26, f"rank {number}, with some of its experts", "name")]
+        parts += [box(340, y, 320, 115, "rank"), text(356, y + 26, f"rank {number}, with some of the experts", "name")]
         parts += [box(356, y + 40, 104, 60, "memory", "its memory:", "int8 row")]
         parts += [box(500, y + 40, 144, 60, "step", "dequantise,", "experts")]
         parts += [arrow("flow", 462, y + 70, 498, y + 70)]
         parts += [arrow("wire", 176, 185, 352, y + 70), arrow("wire", 646, y + 70, 822, 125 if number == 1 else 167)]
     for y, number in ((107, 1), (149, 2)):
-        parts += [box(826, y, 138, 36, "memory", f"int8 of rank {number}")]
-    parts += [arrow_down(895, 187, 222), box(826, 226, 138, 66, "step", "dequantise,", "sum by rank")]
+        parts += [box(826, y, 138, 36, "memory", f"int8 from rank {number}")]
+    parts += [arrow_down(895, 187, 222), box(826, 226, 138, 66, "step", "dequantise,", "sum in order")]
     for x, title, what in ((265, "dispatch", "quantise + store"), (735, "combine", "sum + quantise + store")):
         parts += [text(x, 338, f"{title}: one kernel", "middle blue"), text(x, 358, what, "middle note")]
     parts += [text(500, 338, "no pack buffer, no collective call,", "middle note")]
@@ -120,7 +121,10 @@ def bar(left: float, y: float, width: float, leg: tuple[str, tuple[str, int], tu
 
 def way_down() -> list[str]:
     """The same on a narrow screen, from top to bottom."""
-    parts = [text(20, 34, "A token's way, where ranks reach", "title"), text(20, 56, "each other's memory", "title")]
+    parts = [
+        text(20, 34, "The path of a token where ranks", "title"),
+        text(20, 56, "can map each other's memory", "title"),
+    ]
     parts += [box(20, 72, 360, 84, "rank"), text(36, 98, "rank 0, its home", "name")]
     parts += [box(36, 108, 328, 36, "step", "token in bfloat16")]
     for number, x, title, out in ((1, 20, 68, 52), (2, 208, 222, 348)):
@@ -130,11 +134,11 @@ def way_down() -> list[str]:
         parts += [box(x + 20, 280, 132, 52, "memory", "its memory:", "int8 row"), arrow_down(middle, 334, 352)]
         parts += [box(x + 20, 356, 132, 52, "step", "dequantise,", "experts")]
         parts += [curve("wire", out, 146, out, 276), curve("wire", middle, 410, middle, 516)]
-        parts += [box(x + 10, 520, 152, 36, "memory", f"int8 of rank {number}")]
+        parts += [box(x + 10, 520, 152, 36, "memory", f"int8 from rank {number}")]
     parts.insert(0, box(20, 484, 360, 150, "rank"))
     parts += [text(200, 506, "rank 0 again", "middle name")]
     parts += [curve("flow", 106, 558, 170, 578), curve("flow", 294, 558, 230, 578)]
-    parts += [box(88, 582, 224, 40, "step", "dequantise, sum by rank")]
+    parts += [box(88, 582, 224, 40, "step", "dequantise, sum in order")]
     for y, title, what in (
         (180, "dispatch: one kernel", "quantise + store"),
         (444, "combine: one kernel", "sum + quantise + store"),
@@ -153,8 +157,8 @@ def curve(kind: str, x: float, y: float, to_x: float, to_y: float) -> str:
 
 
 def bars_below() -> list[str]:
-    parts = [text(20, 716, f"Bytes on the wire for one row of {HIDDEN:,}", "title")]
-    parts += [text(20, 738, "elements, out and back", "title")]
+    parts = [text(20, 716, "Bytes on the wire, out and back,", "title")]
+    parts += [text(20, 738, f"for one row of {HIDDEN:,} elements", "title")]
     for place, leg in enumerate(LEGS):
         y = 754 + 58 * place
         parts += [text(20, y + 12, leg[0], "" if place else "blue"), *bar(20, y + 18, 300, leg)]
@@ -163,7 +167,7 @@ def bars_below() -> list[str]:
 
 def picture(width: int, height: int, parts: list[str]) -> str:
     ground = f'<rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="10" class="ground"/>'
-    title = "A token's way through dispatch and combine, in int8 on both legs"
+    title = "The path of a token through dispatch and combine, in int8 both ways"
     body = "\n".join([f"<title>{title}</title>", f"<style>{STYLE}</style>", MARKERS, ground, *parts])
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n{body}\n</svg>\n'

@@ -76,6 +76,7 @@ def test_the_reference_has_every_public_name() -> None:
 def test_performance_is_what_the_results_say() -> None:
     assert (DOCS / "performance.md").read_text() == _script("write_performance").page()
     assert (DOCS.parent / "README.md").read_text() == _script("write_readme_figures").page()
+    assert (DOCS / "wire-formats.md").read_text() == _script("write_wire_price").page()
 
 
 def test_the_citation_says_what_the_package_says() -> None:

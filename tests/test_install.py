@@ -105,6 +105,7 @@ def test_without_its_links_it_is_not_built(tmp_path: Path) -> None:
             "torch --index-url https://x/cpu",
             "pip install --constraint constraints.txt torch --index-url https://x/cpu\n",
         ),
+        ("cpu", "pip install --constraint constraints.txt torch --index-url https://download.pytorch.org/whl/cpu\n"),
         ("system", "import torch; print("),
     ],
 )
@@ -115,5 +116,5 @@ def test_make_demo_says_what_pytorch_it_takes_and_takes_the_one_that_is_asked_fo
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said, _, rest = done.stdout.partition(" -m venv ")
-    assert "gigabytes" in said and "TORCH=system" in said and wanted in rest
+    assert "gigabytes" in said and "TORCH=cpu" in said and "TORCH=system" in said and wanted in rest
     assert ("constraints.txt" in rest) == (torch != "system")  # its version is what it is

@@ -153,6 +153,6 @@ def _page_with(drawing: str) -> str:
 @pytest.mark.exhaustive
 def test_the_browser_sees_a_text_that_leaves_its_box(tmp_path: Path) -> None:
     body = _page_with((ROOT / "docs/dispatch_combine.svg").read_text())
-    longer = body.replace("int8 of rank 1", "int8 sum of rank 1 and more")
+    longer = body.replace("int8 from rank 1", "int8 sum of rank 1 and more")
     problems = measured(longer, 1100, tmp_path, MEASURE_SVG)["found"]
     assert set(problems) == {'"int8 sum of rank 1 and more" leaves its box'}
