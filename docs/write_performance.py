@@ -398,8 +398,7 @@ def _small_collectives() -> str:
             _wrapped(
                 "**Reckoned, not measured**, as above, for 8 x H100 SXM in int8: the launches of a collective, one "
                 "after the other in a graph, and the one launch of `THINWIRE_COLLECTIVE_LAUNCHES=one` instead, in us. "
-                "KiB are of the whole tensor in bfloat16. Where the host launches each, it saves more: see "
-                "[what launches cost it](benchmarks.md#what-launches-cost-the-host)."
+                "KiB are of the whole tensor in bfloat16. Where the host launches each, it saves more."
             ),
             _table(header, rows),
             f"*Source: `{found['command']}`: "

@@ -174,14 +174,8 @@ def select_expert_gemm(device: torch.device, wire: WireFormat) -> Callable[..., 
     Raises:
         TransportUnavailable: there are no kernels for the device.
     """
-    name = select_backend(device, wire).name
-    if name == "triton":
-        return expert_gemm.expert_gemm
-    if name == "numba":
-        from thinwire.triton_kernels.cpu import expert_gemm as cpu_expert_gemm  # GPU ranks do without numba
-
-        return cpu_expert_gemm.expert_gemm
-    return expert_gemm.expert_gemm_reference
+    on_triton = select_backend(device, wire).name == "triton"
+    return expert_gemm.expert_gemm if on_triton else expert_gemm.expert_gemm_reference
 
 
 def _triton(device: torch.device, reason: str) -> Backend:

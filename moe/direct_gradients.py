@@ -24,7 +24,6 @@ class BackwardRounds(DirectRounds):
 
     phases = ("backward of combine", "backward of dispatch")
     tagged_by = "round"
-    successor: BackwardRounds | None = None  # with more room
 
 
 class DirectPlan(GradientPlan):
@@ -47,7 +46,7 @@ class DirectPlan(GradientPlan):
         self.wants = wants
         self._find_rounds, self._lane, self._dtype = find_rounds, d.lane, d._dtype
         # Whether experts alone want gradients shows in backward.
-        self._first_rounds = find_rounds() if wants.of_tokens else None
+        self._known_rounds = find_rounds() if wants.of_tokens else None
         self._ids, self._weights = topk_ids, topk_weights
         self._place = d._rounds.place(d.lane)
         self._tag = wants.tag(d._rounds.rounds_begun[d.lane])
@@ -55,11 +54,9 @@ class DirectPlan(GradientPlan):
 
     @property
     def _rounds(self) -> BackwardRounds:
-        rounds = self._first_rounds or self._find_rounds()
-        while (successor := rounds.successor) is not None:
-            rounds = successor
-        self._first_rounds = rounds
-        return rounds
+        if self._known_rounds is None:
+            self._known_rounds = self._find_rounds()
+        return self._known_rounds
 
     def send(self, dy: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         rounds, lane = self._rounds, self._lane

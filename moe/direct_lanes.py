@@ -49,18 +49,13 @@ def _scratch_bytes(layout: RoundLayout) -> int:
 
 
 class DirectLanes(DirectTransport, Rounds):
-    """Lanes over symmetric memory, of which each has `layout.NUM_BYTES`; it is closed with this object.
-
-    Rounds go on from the number `begun`, below 2**31.
-    """
+    """Lanes over symmetric memory, of which each has `layout.NUM_BYTES`; it is closed with this object."""
 
     name = "direct"
     phases, counted = ("dispatch", "combine"), "round"  # by DISPATCH and COMBINE
     tagged_by = "layer"
 
-    def __init__(
-        self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, reason: str, begun: int
-    ) -> None:
+    def __init__(self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, reason: str) -> None:
         comm = config.comm
         DirectTransport.__init__(self, "ExpertParallel", memory, comm.rank, config.peer_timeout, comm.voters)
         Rounds.__init__(self, config, reason)
@@ -98,18 +93,6 @@ class DirectLanes(DirectTransport, Rounds):
         self._told_all = False  # that it ended, on every lane
         self._waits = False  # whether a call is in a wait on the CPU
         self._held: object = None  # what keeps memory mapped that was closed then
-        if begun:
-            self._begin_at(begun)
-
-    def _begin_at(self, number: int) -> None:
-        """No peer has written to them yet: rounds go on from a number below 2**31."""
-        for lane in self.lanes:
-            lane.control[signal.CONTROL_EPOCH] = number
-            lines = lane.buffer[lane.layout.SIGNALS :][: 2 * self.world * signal.SIGNAL_LINE_BYTES]
-            lines.view(torch.int32).view(2 * self.world, -1)[:, signal.SIGNAL_FLAG] = number
-        if self.on_gpu:
-            torch.cuda.synchronize(self.device)  # or it might overwrite what peers write next
-        self.rounds_begun = [number] * len(self.lanes)
 
     def _lines(self, lane: int, offset: int) -> torch.Tensor:
         """The signal lines that all ranks wrote at an offset, int32 [world, words], on the host."""

@@ -13,14 +13,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from thinwire.comm.tensors import is_dense, is_int, require_dense
+from thinwire.comm.tensors import is_int, require_dense
 from thinwire.compiler import require_flag
 from thinwire.errors import RoutingError
-from thinwire.fused.backend import select_backend
 from thinwire.log import LOGGER
 from thinwire.moe import grouped_mm
-from thinwire.triton_kernels.activate import activate
-from thinwire.wire import WireFormat
 
 #: Tensors of stacked experts, here and in `Int8Experts`.
 _STACKED = {"w_in", "w_gate", "w_out", "b_in", "b_gate", "b_out", "s_in", "s_out"}
@@ -227,11 +224,8 @@ class GroupedExperts(NamedByExperts):
 
     def _describe(self, reason: str | None, tokens: torch.Tensor) -> str:
         """Which way a call goes; `reason` is that for a loop."""
-        if reason is not None:
-            return f"experts: loop ({reason})"
-        why = None if tokens.is_cpu else self._why_in_torch(tokens)
-        activation = "" if why is None else f", activation of all rows there is room for ({why})"
-        return f"experts: grouped_mm ({tokens.dtype} on {tokens.device.type}){activation}"
+        way = f"grouped_mm ({tokens.dtype} on {tokens.device.type})" if reason is None else f"loop ({reason})"
+        return f"experts: {way}"
 
     def _log(self, choice: str) -> None:
         if choice != self._logged:
@@ -280,32 +274,13 @@ class GroupedExperts(NamedByExperts):
         self, tokens: torch.Tensor, expert_counts: torch.Tensor, expert_offsets: torch.Tensor | None
     ) -> torch.Tensor:
         ends = grouped_mm.ends_of_experts(tokens.shape[0], expert_counts, expert_offsets)
-        if self._why_in_torch(tokens) is None:
-            rows = grouped_mm.aligned(tokens)
-            gate = None if self.w_gate is None else F.grouped_mm(rows, self.w_gate, offs=ends)
-            inner = F.grouped_mm(rows, self.w_in, offs=ends)
-            inner = activate(inner, self.b_in, ends, self.activation, gate, self.b_gate)
-            return activate(F.grouped_mm(inner, self.w_out, offs=ends), self.b_out, ends)
-        if not self._wants_gradient(tokens):
+        wants_gradient = any(each.requires_grad for each in (tokens, *self.parameters()))
+        if not (torch.is_grad_enabled() and wants_gradient):
             return self._grouped(grouped_mm.aligned(tokens), ends)
         is_row = grouped_mm.rows_of_experts(tokens.shape[0], expert_counts, expert_offsets, ends)
         # Padding may hold NaN, which zero gradients would not keep out of the weights', and the rest anything.
         rows = torch.where(is_row.unsqueeze(1), tokens, 0)
         return torch.where(is_row.unsqueeze(1), self._grouped(rows, ends, is_row), 0)
-
-    def _wants_gradient(self, tokens: torch.Tensor) -> bool:
-        return torch.is_grad_enabled() and any(each.requires_grad for each in (tokens, *self.parameters()))
-
-    def _why_in_torch(self, tokens: torch.Tensor) -> str | None:
-        """Why torch, and no kernel for the rows that came, activates rows on a GPU and adds biases."""
-        if self._wants_gradient(tokens):
-            return "a gradient is wanted"
-        if torch.compiler.is_compiling() or not is_dense(tokens):
-            return "tokens have no memory yet, as under torch.compile"
-        if not isinstance(self.activation, str) and type(self.activation) is not ClampedSwiGLU:
-            return f"the kernel does not know what a {type(self.activation).__name__} computes"
-        backend = select_backend(tokens.device, WireFormat.parse("none"))
-        return None if backend.name == "triton" else backend.reason
 
     def _grouped(self, rows: torch.Tensor, ends: torch.Tensor, is_row: torch.Tensor | None = None) -> torch.Tensor:
         def affine(rows: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None) -> torch.Tensor:

@@ -22,7 +22,7 @@ import torch
 from thinwire.comm import Communicator, Group
 from thinwire.comm.groups import group_of
 from thinwire.comm.recorder.flight_recorder import FlightRecorder
-from thinwire.comm.tensors import is_int, is_transforming, require_dense
+from thinwire.comm.tensors import is_transforming, require_dense
 from thinwire.compiler import compiled_as, opaque
 from thinwire.errors import LaneError, RoutingError, ThinwireError
 from thinwire.moe import compiled_round
@@ -58,8 +58,7 @@ class ExpertParallel:
         num_experts: experts in all; the first `num_experts % comm.size` ranks own one more.
         top_k: experts a token may name, at most 32 and no more than there are.
         hidden_size: elements of a token.
-        max_tokens: the most tokens a rank dispatches at once; the same on every rank. `ensure_capacity` makes room for
-            more.
+        max_tokens: the most tokens a rank dispatches at once; the same on every rank.
         wire: the dispatch leg's format, such as `"int8"` (see WireFormat); None means THINWIRE_WIRE, else int8+h64,
             or int8 where `hidden_size` is no multiple of 64.
         combine_wire: the combine leg's; None means `wire`.
@@ -259,9 +258,7 @@ class ExpertParallel:
             raise LaneError(f"started is a {type(started).__name__}; what {name}_start returned is needed")
         rounds, lane = self._assembly.rounds, started.lane
         if started._rounds is not rounds:
-            raise LaneError(
-                f"this {name} was started by another ExpertParallel, or is over since rebuild or ensure_capacity"
-            )
+            raise LaneError(f"this {name} was started by another ExpertParallel, or is over since rebuild")
         if rounds.open_rounds[lane] is not started:
             raise LaneError(f"this {name} on lane {lane} is over: {started._how_over}")
         with torch.no_grad():
@@ -357,9 +354,7 @@ class ExpertParallel:
         if not isinstance(d, Dispatched):
             raise LaneError(f"d is a {type(d).__name__}; what dispatch returned is needed")
         if d._rounds is not self._assembly.rounds:
-            raise LaneError(
-                "this round was dispatched by another ExpertParallel, or is over since rebuild or ensure_capacity"
-            )
+            raise LaneError("this round was dispatched by another ExpertParallel, or is over since rebuild")
         started = StartedCombine(d._rounds, d.lane)
         started.begin(expert_out, d, out, weighted, whole)
         return started
@@ -371,15 +366,14 @@ class ExpertParallel:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that a rank may dispatch at once without more room being made, as `ensure_capacity` does."""
+        """The most tokens that a rank may dispatch at once."""
         return self._assembly.config.max_tokens
 
     @property
     def memory_bytes(self) -> int:
         """Bytes held between calls: lanes of the direct transport and of two levels, none if staged.
 
-        The same before and after each call, but for `ensure_capacity`, and the first dispatch that wants gradients,
-        which adds as many lanes.
+        The same before and after each call, but for the first dispatch that wants gradients, which adds as many lanes.
         """
         return sum(rounds.memory_bytes for rounds in self._assembly.all_rounds)
 
@@ -394,30 +388,6 @@ class ExpertParallel:
         self._require_not_closed()
         for rounds in self._assembly.all_rounds:
             rounds.check()
-
-    @_called_by_all
-    def ensure_capacity(self, max_tokens: int) -> None:
-        """Makes room for dispatches of as many tokens as the rank needs that asks for most. Collective.
-
-        Nothing happens where there is room. Otherwise the direct transport allocates all lanes anew, those of backward
-        too, and then gives the old ones back: for a moment it holds both. Backward of earlier rounds may still come. On
-        CUDA this waits for the device, and graphs that were captured are of no use after it. The staged transport has
-        no lanes, and only takes note.
-
-        Args:
-            max_tokens: what this rank is going to dispatch at most.
-
-        Raises:
-            RoutingError: not an int of at least 0; nothing was sent.
-            LaneError: on every rank, where a lane is in use on one: nothing was changed. Or closed.
-            CapacityError: on every rank: there is no memory for that; lanes are as before.
-            PeerTimeout: a rank did not come. Then this object is of use for `rebuild` and `close` alone.
-        """
-        self._require_not_closed()
-        if not is_int(max_tokens, 0):
-            raise RoutingError(f"max_tokens is {max_tokens!r}; an int of at least 0, and below 2**31, is needed")
-        with self.comm.call("ensure_capacity"):
-            self._assembly.make_room(max_tokens)
 
     def rebuild(
         self, group: Group | Iterable[int] | None = None, *, expert_map: Sequence[int] | torch.Tensor | None = None
@@ -455,18 +425,14 @@ class ExpertParallel:
             torch.cuda.synchronize(self.comm.device)
         config = replace(self._assembly.config, comm=comm, expert_map=expert_map)
         with comm.call("rebuild"):
-            told = comm.all_gather_data((self._assembly.generation, self._assembly.config.max_tokens), (int, int))
-            for rank, (generation, room) in enumerate(told):
+            told = comm.all_gather_data(self._assembly.generation, int)
+            for rank, generation in enumerate(told):
                 if not 0 <= generation < _MOST_GENERATIONS:
                     raise ThinwireError(
                         f"rank {rank} is at generation {generation}, expected 0 to {_MOST_GENERATIONS - 1}"
                     )
-                if not is_int(room, 0):
-                    raise ThinwireError(f"rank {rank} has room for {room} tokens, expected 0 to 2**31 - 1")
             self.close()
-            # Some ranks may have more room: those of another group, or those at which ensure_capacity came through.
-            most = max(room for _, room in told)
-            self._assemble(replace(config, max_tokens=most), max(generation for generation, _ in told) + 1)
+            self._assemble(config, max(told) + 1)
         self._closed = False
 
     def explain(self) -> str:

@@ -45,10 +45,8 @@ class RailRounds(TwoLevelLanes):
 
     forwarded_phases = (DISPATCH,)
 
-    def __init__(
-        self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, reason: str, begun: int
-    ) -> None:
-        super().__init__(config, layout, memory, reason, begun)
+    def __init__(self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, reason: str) -> None:
+        super().__init__(config, layout, memory, reason)
         hosts, lanes, device = config.comm.hosts, config.lanes, self.device
         far = [number for number in range(len(hosts)) if number != self.host]
         self._rails = dict(zip(self.served[1:], far, strict=True))  # who serves this rank there, and whom it serves

@@ -190,8 +190,8 @@ class Rounds:
         tokens = given[0]
         if tokens > config.max_tokens:
             raise CapacityError(
-                f"{tokens} tokens were passed; this ExpertParallel has room for max_tokens={config.max_tokens}: make "
-                f"it with more, or call ensure_capacity({tokens}) on all ranks"
+                f"{tokens} tokens were passed; this ExpertParallel accepts at most max_tokens={config.max_tokens}: "
+                f"make a larger one, ExpertParallel(..., max_tokens={tokens}), on all ranks"
             )
         shape = (tokens, config.top_k)
         if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.shape != shape:

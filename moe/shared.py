@@ -59,7 +59,7 @@ def shared(cls: type[_T], comm: Group, *sizes: int, **settings: Any) -> _T:
     they passed, or none does, and nothing is sent. A rank that finds an object where others construct one gives them
     PeerTimeout.
 
-    One with room for more tokens counts as the same, so what `ensure_capacity` made larger is found again.
+    One with room for more tokens counts as the same.
 
     It belongs to all who asked: it is closed with its communicator, and who closes it before ends it for all of them;
     the next call constructs another one. One that was rebuilt after `comm.shrink()` is the one of the ranks that are

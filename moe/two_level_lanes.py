@@ -98,12 +98,10 @@ class TwoLevelLanes(DirectRounds):
     name = "two_level"
     forwarded_phases: tuple[int, ...]
 
-    def __init__(
-        self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, reason: str, begun: int
-    ) -> None:
+    def __init__(self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, reason: str) -> None:
         hosts, size = config.comm.hosts, config.comm.size
         self.served = served_by(hosts, config.comm.rank)
-        super().__init__(config, layout, memory, reason, begun)
+        super().__init__(config, layout, memory, reason)
         self.host = next(number for number, members in enumerate(hosts) if self.rank in members)
         self.takers = takers = [forwarder(hosts, peer, self.host) for peer in range(size)]
         homes = torch.tensor(

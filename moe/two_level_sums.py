@@ -28,12 +28,10 @@ from thinwire.triton_kernels.round_layout import (
     DISPATCH,
     LEFT_OPEN,
     SIGNAL_END,
-    SIGNAL_PARTS,
     WITH_SUMS,
     Lane,
     RoundLayout,
 )
-from thinwire.triton_kernels.signal import SIGNAL_LINE_BYTES
 
 _WORDS = replace(EXACT, alignment=16)  # records as words, of as many bytes as they have, whatever their alignment is
 _PART_BYTES = 1 << 20  # of a rank's records that go home: as much as the first piece that the network gets
@@ -65,12 +63,10 @@ class TwoLevelSums(TwoLevelLanes):
 
     forwarded_phases = (DISPATCH, COMBINE)
 
-    def __init__(
-        self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, reason: str, begun: int
-    ) -> None:
+    def __init__(self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, reason: str) -> None:
         self._outer = StagedRounds(config, reason)
         self._outer.tagged_by = self.tagged_by
-        super().__init__(config, layout, memory, reason, begun)
+        super().__init__(config, layout, memory, reason)
         hosts, size = config.comm.hosts, config.comm.size
         self._controls = [{rank: lane.control.clone() for rank in self.served[1:]} for lane in self.lanes]
         # Of each rank, and of none: whom this one's tokens for it are sent to, and whether it is on this host.
@@ -250,13 +246,6 @@ class TwoLevelSums(TwoLevelLanes):
             records = {rank: replace(sending, rank=rank, control=end) for rank, end in self._controls[lane].items()}
             ends = self._ends[lane, dtype] = Ends({self.rank: sending, **records}, summing)
         return ends
-
-    def _begin_at(self, number: int) -> None:
-        super()._begin_at(number)
-        for lane in self.lanes:  # all of the last round's parts are there
-            lines = lane.buffer[lane.layout.COMBINE_SIGNALS :][: self.world * SIGNAL_LINE_BYTES]
-            words = lines.view(torch.int32).view(self.world, -1)
-            words[:, SIGNAL_PARTS] = combine.parts_word(number, combine.MOST_PARTS)
 
     def close(self) -> None:
         """See `DirectLanes.close`."""

@@ -141,7 +141,7 @@ MISUSES: dict[str, tuple[Callable[[Ground], object], str]] = {
     "after close": (_after_close, r"LaneError: .*this ExpertParallel is closed, as this communicator is closed"),
     "memory that is not there": (_much_memory, r"takes the staged transport, which is slower: .* bytes"),
     "more tokens than there is room": (
-        lambda g: g.ep.dispatch(*(each.repeat(25, 1) for each in g[2:])), r"CapacityError: .*ensure_capacity\(100\)"),
+        lambda g: g.ep.dispatch(*(each.repeat(25, 1) for each in g[2:])), r"CapacityError: .*max_tokens=100\)"),
     "combined twice": (_combine_twice, r"LaneError: .*is over: it was combined"),
     "a second dispatch before combine": (_dispatch_twice, r"LaneError: .*a later dispatch took its lane; .*lanes="),
 }  # fmt: skip

@@ -38,6 +38,8 @@ from thinwire.wire import WireFormat
 
 #: How rows are quantised between two products; its group is the width of a tile.
 INNER_WIRE = WireFormat.parse("int8:64")
+#: Products of two int8 values whose sums float32 holds: 1024 * 128 * 128 is 2**24.
+_EXACT_TERMS = 1024
 _FEW_ROWS = 16  # of an expert: a tile then has as many, the fewest that tensor cores take
 
 
@@ -207,32 +209,44 @@ def expert_gemm_reference(
     out: torch.Tensor,
     out_wire: WireFormat | None = None,
 ) -> None:
-    """`expert_gemm` in plain torch: integers are multiplied as float64, which holds their sums exactly."""
+    """`expert_gemm` in plain torch, which CPU tensors take. It reads the offsets, and so waits for a device."""
     require_int8_sums(wire, weights.inward)
     hidden, groups = weights.inward, wire.num_groups(weights.inward)
     group, start = wire.group or hidden, wire.scales_offset(weights.inward)
     scales = records[:, start : start + groups * wire.scale_bytes].contiguous()
     scales = scales.view(torch.float32 if wire.row_scale else torch.bfloat16).float()
-    payload = records[:, :hidden].view(torch.int8).double()
+    payload = records[:, :hidden].view(torch.int8)
     scales, payload = (torch.nn.functional.pad(rows, (0, 0, 0, 1)) for rows in (scales, payload))  # a row of zeros
     bounds = expert_offsets.tolist()
     for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        chosen = torch.arange(first, min(last, len(out)), device=out.device)
-        named = chosen if index is None else index[chosen]
+        first, last = max(first, 0), min(last, len(out))
+        if last <= first:
+            continue
+        named = torch.arange(first, last, device=out.device) if index is None else index[first:last]
         named = torch.where((named >= 0) & (named < len(records)), named, len(records))
-        x, s = payload[named], scales[named]
-        w = weights.payload[expert, :, :hidden].double()
-        acc = torch.zeros(len(chosen), len(w), dtype=torch.float32, device=out.device)
+        x, s, w = payload[named].float(), scales[named], weights.payload[expert, :, :hidden].float()
+        acc = torch.zeros(last - first, len(w), dtype=torch.float32, device=out.device)
         for number in range(groups):
             part = slice(number * group, (number + 1) * group)
-            acc = acc + (x[:, part] @ w[:, part].T).float() * s[:, number : number + 1]
-        acc = acc * weights.scales[expert]
+            acc += _integer_products(x[:, part], w[:, part]).mul_(s[:, number : number + 1])
+        acc *= weights.scales[expert]
         if weights.gated:
             gate, other = rearrange(acc, "rows (two columns) -> two rows columns", two=2)
             acc = silu_reference(gate) * other
         elif weights.activate:
             acc = silu_reference(acc)
         if out_wire is None:
-            out[chosen] = round_reference(acc, out.dtype, saturate=False)
+            out[first:last] = round_reference(acc, out.dtype, saturate=False)
         else:
-            out[chosen] = quantize_reference(acc, out_wire)
+            out[first:last] = quantize_reference(acc, out_wire)
+
+
+def _integer_products(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """``x @ w.T`` of int8 values that are held as float32: the exact sums, each rounded to float32 once.
+
+    float32 holds every sum of `_EXACT_TERMS` products, in whatever order a library adds them up. `torch._int_mm` is no
+    way to them: on CPUs without instructions for int8 it saturates.
+    """
+    parts = zip(x.split(_EXACT_TERMS, dim=1), w.split(_EXACT_TERMS, dim=1), strict=True)
+    first, *others = (part @ channels.T for part, channels in parts)
+    return sum((other.int() for other in others), first.int()).float() if others else first

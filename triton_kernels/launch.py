@@ -1,8 +1,8 @@
-"""Launches of kernels whose arguments are mostly the same each time, at the least cost for the host.
+"""Launches of kernels whose arguments are mostly the same each time, at a third of what Triton takes for one.
 
 Triton finds out at every launch which compiled kernel it is for: it hashes each compile-time constant, writes out all
 options, and compares the constants of the kernel's module with what they were. That is 10 to 50 us. A `Launcher` knows
-which arguments stay, and asks Triton once for each *kind* of those that change.
+which arguments stay, asks Triton once for each *kind* of those that change, and calls what Triton compiled for it.
 
 Why no compiled kernel ever gets arguments that it was not compiled for. What Triton compiles depends on the constants
 and options, on types, and on what it specialises on: whether a pointer is a multiple of 16; of an integer whether it is
@@ -19,7 +19,6 @@ nobody may launch when it is done.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import importlib
 import pkgutil
@@ -138,9 +137,8 @@ class Launcher:
         tensors: tuple[torch.Tensor | None, ...] = (),
         strides: tuple[int, ...] = (),
         counts: tuple[int, ...] = (),
-        now: tuple[int, int, object] | None = None,
     ) -> None:
-        """Launches [programs, blocks] on the current stream of the tensors' device; `now` is what `_current` says."""
+        """Launches [programs, blocks] on the current stream of the tensors' device."""
         if not self.direct:
             self._launch_by_triton(programs, blocks, tensors, strides, counts)
             return
@@ -158,7 +156,7 @@ class Launcher:
             if untyped and not -(2**31) <= count < 2**31:
                 kind += counts
                 break
-        device, stream, hooks = now or _current()
+        device, stream, hooks = _current()
         hooked = hooks or self._kernel.pre_run_hooks
         found = None if hooked or device != self._device else self._compiled.get(kind)
         if found is None:
@@ -166,14 +164,11 @@ class Launcher:
             with first_run.compiling(self._kernel.__name__) if is_new else contextlib.nullcontext():
                 compiled = self._launch_by_triton(programs, blocks, tensors, strides, counts)
             if compiled is not None and not hooked:  # it is None where another hook keeps Triton from launching
-                self._compiled[kind] = compiled.function, *_lowest_launch(compiled.run, compiled.packed_metadata)
+                # No metadata for hooks, and no hooks.
+                self._compiled[kind] = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
             return
-        function, launch, between, as_tuple = found
-        arguments = *addresses, *strides, *counts, *self._last_arguments
-        if as_tuple:
-            launch(programs, blocks, 1, stream, function, *between, arguments)
-        else:
-            launch(programs, blocks, 1, stream, function, *between, *arguments)
+        run, always = found
+        run(programs, blocks, 1, stream, *always, *addresses, *strides, *counts, *self._last_arguments)
 
     def _launch_by_triton(
         self,
@@ -193,13 +188,6 @@ class Launcher:
         return compiled
 
 
-def launch_in_turn(launches: Sequence[tuple[Launcher, int, int]]) -> None:
-    """Launches kernels of which nothing changes, with these grids. What is current is looked at once for all."""
-    now = _current() if launches and launches[0][0].direct else None
-    for launch, programs, blocks in launches:
-        launch(programs, blocks, now=now)
-
-
 def _current() -> tuple[int, int, object]:
     """Device and stream, and what Triton calls before or after a launch, if there is anything."""
     driver, hooks = triton.runtime.driver.active, triton.knobs.runtime
@@ -207,39 +195,6 @@ def _current() -> tuple[int, int, object]:
     # Chains of hooks, usually; Triton also takes a function, and None.
     enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
     return device, driver.get_current_stream(device), getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
-
-
-def _lowest_launch(run: Any, metadata: Any) -> tuple[Callable[..., object], tuple[Any, ...], bool]:
-    """What launches a compiled kernel, what it takes between function and arguments, and if these come as one tuple.
-
-    `run`, which Triton made for the kernel, is Python around a function in C, and takes half of a launch to find out
-    what is the same each time. What it gives to that function is looked at here: if it is grid, stream and function,
-    then always the same, then the arguments, the function is called without it. Else, as in a version of Triton that
-    does this otherwise, or for a kernel that needs memory of its own, it is `run`.
-    """
-    always = metadata, None, None, None  # no metadata for hooks, and no hooks
-    if hasattr(run, "launch"):
-        seen: list[tuple[Any, ...]] = []
-        watched = copy.copy(run)  # another thread may launch with `run` meanwhile
-        watched.launch = lambda *values: seen.append(values)
-        calls = [(tuple(range(first, first + 5)), (object(), object())) for first in (1001, 2001)]
-        for start, arguments in calls:
-            watched(*start, *always, *arguments)
-        for as_tuple in (True, False):
-            found = [
-                _between(values, start, (arguments,) if as_tuple else arguments)
-                for values, (start, arguments) in zip(seen, calls, strict=True)
-            ]
-            one, other = found
-            if one is not None and other is not None and [*map(id, one)] == [*map(id, other)]:
-                return run.launch, one, as_tuple
-    return run, always, False
-
-
-def _between(values: tuple[Any, ...], start: tuple[Any, ...], end: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """What values have between this start and this end, if they begin and end so."""
-    fits = values[: len(start)] == start and values[-len(end) :] == end
-    return values[len(start) : -len(end)] if fits else None
 
 
 def _in_bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:

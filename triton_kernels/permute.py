@@ -23,7 +23,7 @@ import torch
 from thinwire.triton_kernels.codec import dequantize_row, dequantized_tile, fill_row
 from thinwire.triton_kernels.combine import slot_of
 from thinwire.triton_kernels.compat import tl, triton
-from thinwire.triton_kernels.launch import Launcher, kept, launch_in_turn, launcher_of
+from thinwire.triton_kernels.launch import Launcher, kept, launcher_of
 from thinwire.triton_kernels.record import INT4, RecordLayout
 from thinwire.triton_kernels.round_layout import Lane
 from thinwire.triton_kernels.rows import columns_in_order
@@ -314,7 +314,8 @@ def route(lane: Lane) -> None:
 
     To be launched when the dispatch phase has been waited for. A poisoned lane gets no rows.
     """
-    launch_in_turn(kept(lane, _routing))
+    for launch, programs, blocks in kept(lane, _routing):
+        launch(programs, blocks)
 
 
 def _routing(lane: Lane) -> list[tuple[Launcher, int, int]]:

@@ -204,7 +204,7 @@ def on_a_device(request: pytest.FixtureRequest) -> Iterator[tuple[Device, Callab
 def lanes_on_a_device() -> Iterator[tuple[Device, BackwardRounds]]:
     """The device, and two lanes for gradients."""
     with tw.init() as comm, tw.ExpertParallel(comm, 4, 2, HIDDEN, TOKENS, lanes=2, transport="direct") as ep:
-        rounds: Any = ep._assembly._open(BackwardRounds, ep._assembly.config, 0)
+        rounds: Any = ep._assembly._open(BackwardRounds)
         rounds.kernels = select_round_kernels(Backend("triton", "", *[mock.Mock()] * 4))
         with _device_of(rounds) as device:
             yield device, rounds

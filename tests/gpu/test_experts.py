@@ -11,15 +11,12 @@ pytest.importorskip("triton", reason="compiled kernels need Triton")
 import torch
 
 from tests.gpu.waiting import waiting_refused
-from tests.helpers.activations import CASES as ACTIVATIONS
-from tests.helpers.activations import check_activations
 from tests.helpers.expert_rows import CASES, check_products
 from thinwire.comm.communicator import Communicator
-from thinwire.moe.experts import ClampedSwiGLU, GroupedExperts
+from thinwire.moe.experts import GroupedExperts
 from thinwire.moe.int8_experts import Int8Experts
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels.activate import activate
 from thinwire.triton_kernels.expert_gemm import expert_gemm
 from thinwire.triton_kernels.int8_weights import Int8Weights
 from thinwire.wire import WireFormat
@@ -46,21 +43,6 @@ def _product_on_the_gpu(
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}x{case[2]}")
 def test_the_compiled_product_equals_the_reference_to_the_last_bit(case: tuple) -> None:
     check_products(_product_on_the_gpu, (case,))
-
-
-def _activate_on_the_gpu(rows: torch.Tensor, *others: torch.Tensor | str | ClampedSwiGLU | None) -> None:
-    """`activate` on copies of CPU tensors, with their strides; what it writes, and what it leaves, comes back."""
-
-    def moved(value: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda").copy_(value)
-
-    there = moved(rows)
-    activate(there, *(moved(each) if isinstance(each, torch.Tensor) else each for each in others))
-    rows.copy_(there)
-
-
-def test_compiled_activations_are_float64_rounded_once() -> None:
-    check_activations(_activate_on_the_gpu, ACTIVATIONS)
 
 
 def _rows(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

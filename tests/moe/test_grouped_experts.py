@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from unittest import mock
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from thinwire.comm.communicator import Communicator
-from thinwire.moe import experts as experts_module
 from thinwire.moe import grouped_mm
 from thinwire.moe.experts import ClampedSwiGLU, GroupedExperts
-from thinwire.testing import run_ranks
-from thinwire.triton_kernels.activate import activate
 
 COUNTS = torch.tensor([3, 0, 7, 1, 0])
 VARIANTS = {
@@ -100,90 +95,6 @@ def test_what_runs_on_a_gpu_equals_the_loop_and_leaves_padding_zero(variant: str
     torch.testing.assert_close(got[0][~padding], want[0][~padding], rtol=1e-5, atol=1e-6)
     # Worst-case capacities are many times what came: each pass over them takes longer than the products.
     assert "aten::where" not in {event.name for event in profile.events()}
-
-
-def _padded(experts: GroupedExperts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows among padding that holds NaN, and more behind the last; which are rows; offsets; and what rows become."""
-    torch.manual_seed(2)
-    offsets, dtype = torch.tensor([0, 4, 4, 12, 16, 16]), experts.w_in.dtype
-    tokens, is_row = torch.full((40, 24), torch.nan, dtype=dtype), torch.zeros(40, dtype=torch.bool)
-    for start, count in zip(offsets.tolist(), COUNTS.tolist(), strict=False):
-        is_row[start : start + count] = True
-    tokens[is_row] = torch.randn(int(COUNTS.sum()), 24).to(dtype)
-    with torch.no_grad():
-        return tokens, is_row, offsets, looped(experts, tokens, COUNTS, offsets)[is_row]
-
-
-def _without_gradients(comm: Communicator) -> None:
-    """The way of a GPU on CPU tensors, whose kernels Triton's interpreter runs."""
-    for variant in VARIANTS:
-        experts = make_experts(variant)
-        tokens, is_row, offsets, want = _padded(experts)
-        with (
-            torch.no_grad(),
-            mock.patch.object(experts, "_choose", return_value=(None, None)),
-            mock.patch("thinwire.moe.experts.activate", side_effect=activate) as activated,
-            torch.profiler.profile() as profile,
-        ):
-            got = experts(tokens, COUNTS, offsets)
-        torch.testing.assert_close(got[is_row], want, rtol=1e-5, atol=1e-5)
-        assert [call.args[1] for call in activated.call_args_list] == [experts.b_in, experts.b_out]
-        assert all(torch.equal(call.args[2], offsets[1:].int()) for call in activated.call_args_list)
-        passes = {"aten::silu", "aten::gelu", "aten::sigmoid", "aten::mul", "aten::add", "aten::where"}
-        assert not passes & {event.name for event in profile.events()}, "torch went over all rows"
-
-
-def test_on_a_gpu_without_gradients_a_kernel_activates_the_rows_that_came() -> None:
-    pytest.importorskip("triton", reason="interpreting kernels needs Triton")
-    run_ranks(_without_gradients, 1, env={"TRITON_INTERPRET": "1", "THINWIRE_BACKEND": "triton"}, timeout=300)
-
-
-def with_triton() -> AbstractContextManager[object]:
-    """The choice is that of a GPU; what it chooses does nothing."""
-    backend = mock.Mock()
-    backend.return_value.name = "triton"
-    nothing = mock.Mock(side_effect=lambda rows, *_: rows)
-    return mock.patch.multiple("thinwire.moe.experts", select_backend=backend, activate=nothing)
-
-
-class OwnSwiGLU(ClampedSwiGLU):
-    """One that may compute something else."""
-
-
-def test_why_torch_activates_all_rows_is_told() -> None:
-    experts = make_experts("gated", torch.bfloat16, device="meta")
-    tokens = torch.empty(11, 24, dtype=torch.bfloat16, device="meta")
-    counts = torch.empty(5, dtype=torch.int64, device="meta")
-
-    def told() -> str:
-        with mock.patch.object(grouped_mm, "why_not", return_value=None):
-            return experts.explain(tokens, counts)
-
-    with with_triton(), torch.no_grad():
-        assert told() == "experts: grouped_mm (torch.bfloat16 on meta)"
-        with torch.enable_grad():
-            assert told().endswith("meta), activation of all rows there is room for (a gradient is wanted)")
-        with mock.patch.object(experts, "activation", OwnSwiGLU()):
-            assert told().endswith("(the kernel does not know what a OwnSwiGLU computes)")
-        tokens = FakeTensorMode().from_tensor(tokens)
-        assert told().endswith("(tokens have no memory yet, as under torch.compile)")
-    with mock.patch.dict("os.environ", THINWIRE_BACKEND="torch"), torch.no_grad():
-        experts, tokens = make_experts("gated"), torch.zeros(11, 24)
-        assert experts._why_in_torch(tokens) == "THINWIRE_BACKEND=torch"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_compiled_experts_on_a_gpu_are_all_torchs(variant: str) -> None:
-    experts = make_experts(variant, torch.bfloat16)
-    tokens, is_row, offsets, want = _padded(experts)
-    compiled = torch.compile(experts._grouped_on_device, backend="aot_eager")
-    with with_triton(), torch.no_grad():
-        got = compiled(tokens, COUNTS, offsets)
-        assert not experts_module.activate.called
-        torch.testing.assert_close(got[is_row], want, rtol=2e-2, atol=2e-2)
-        experts._grouped_on_device(tokens, COUNTS, offsets)
-        assert experts_module.activate.called, "nobody would have called it"
 
 
 def test_an_expanded_gradient_and_unaligned_rows_are_taken() -> None:

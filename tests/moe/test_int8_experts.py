@@ -124,7 +124,7 @@ def test_the_bound_that_holds_is_the_one_that_is_documented() -> None:
 
 
 @pytest.mark.exhaustive
-def test_triton_numba_and_torch_give_the_same_bits() -> None:
+def test_triton_and_torch_give_the_same_bits() -> None:
     pytest.importorskip("triton", reason="interpreting kernels needs Triton")
     by_backend = [
         run_ranks(_round, 2, "staged", "int8", True, 4, env=environment, timeout=300)

@@ -58,7 +58,7 @@ def _ctrl_c(comm: Communicator, transport: str) -> Any:
             with pytest.raises(Interrupted):
                 ep.combine(d.tokens, d)
             assert time.monotonic() - start < 1.2  # the timeout is 1.5
-            for call in (lambda: ep.dispatch(*_tokens(comm, 3)), short.barrier, lambda: ep.ensure_capacity(99)):
+            for call in (lambda: ep.dispatch(*_tokens(comm, 3)), short.barrier):
                 with pytest.raises(ThinwireError, match="has ended at this rank, as Interrupted came in the middle"):
                     call()
             return comm.all_gather_data(0, int)  # another communicator is not touched
@@ -157,7 +157,6 @@ def test_a_finish_that_is_interrupted_before_it_begins_can_be_repeated(transport
 LEGS: dict[str, Callable[[ExpertParallel, Any, Any], object]] = {
     "abandon": lambda ep, d, _: d.abandon(),
     "dispatch_finish": lambda ep, _, started: ep.dispatch_finish(started),
-    "ensure_capacity": lambda ep, d, _: (d.abandon(), ep.ensure_capacity(TOKENS + 1)),
 }
 
 
@@ -166,8 +165,6 @@ def test_an_exception_as_a_call_begins_to_end_ends_the_communicator(name: str, m
     with tw.init() as comm, ExpertParallel(comm, 1, 1, HIDDEN, TOKENS, wire="none", lanes=2) as ep:
         tokens = torch.ones(TOKENS, HIDDEN), torch.zeros(TOKENS, 1, dtype=torch.int64), torch.ones(TOKENS, 1)
         d, started = ep.dispatch(*tokens), ep.dispatch_start(*tokens, lane=1)
-        if name == "ensure_capacity":
-            ep.dispatch_finish(started).abandon()
 
         def interrupted(*_: object) -> None:
             raise Interrupted

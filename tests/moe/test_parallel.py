@@ -284,7 +284,7 @@ def _rounds_after_the_communicator(comm: Communicator, transport: str) -> None:
     tokens = d.tokens
     part.close()
     assert repr(ep).endswith("closed)") and tokens.isfinite().all()  # what was taken from it stays readable
-    for call in (lambda: ep.dispatch(*arguments), lambda: ep.combine(tokens, d), lambda: ep.ensure_capacity(32)):
+    for call in (lambda: ep.dispatch(*arguments), lambda: ep.combine(tokens, d)):
         with pytest.raises(LaneError, match="closed"):
             call()
     with pytest.raises(LaneError, match="this ExpertParallel is closed, as this communicator is closed"):
@@ -314,8 +314,8 @@ def _bad_tokens(comm: Communicator, transport: str) -> None:
         (
             (torch.zeros(5, HIDDEN), ids, weights),
             CapacityError,
-            "5 tokens were passed; this ExpertParallel has room for max_tokens=4: make it with more, or call "
-            "ensure_capacity(5) on all ranks",
+            "5 tokens were passed; this ExpertParallel accepts at most max_tokens=4: make a larger one, "
+            "ExpertParallel(..., max_tokens=5), on all ranks",
         ),
         ((x, ids[:, :2], weights), RoutingError, "topk_ids is torch.int32 [4, 2]"),
         ((x, ids.float(), weights), RoutingError, "topk_ids is torch.float32"),
@@ -442,3 +442,16 @@ def _lie(comm: Communicator) -> None:
 
 def test_what_no_peer_can_have_is_refused() -> None:
     run_ranks(_lie, 2, mode="thread")
+
+
+def _rebuilt_apart(comm: Communicator) -> None:
+    with comm.split(groups=[[0], [1]]) as own:
+        ep = ExpertParallel(own, NUM_EXPERTS, TOP_K, HIDDEN, 16 + comm.rank, wire="none")
+        with pytest.raises(ConfigMismatch, match="max_tokens: 16 on rank 0; 17 on rank 1"):
+            ep.rebuild(comm)
+        with pytest.raises(LaneError, match="closed"):
+            ep.dispatch(*_tokens(comm.rank, "ragged", torch.float32, 0))
+
+
+def test_ranks_with_different_room_do_not_rebuild_together() -> None:
+    run_ranks(_rebuilt_apart, 2, mode="thread")

@@ -15,7 +15,6 @@ from tests.helpers.hosts import on_hosts
 from tests.helpers.speeds import exhaustive_but
 from tests.helpers.wires import assert_same_bits
 from tests.moe.test_gradients import _disagree, _one_layer, _records_layer
-from tests.moe.test_growth import _asked_for, _between_forward_and_backward
 from tests.moe.test_open_rounds import _abandoned, _all_leave, _experts_fail, _layers
 from tests.moe.test_refused_tokens import _all_refused, _layer_refuses, _refused
 from tests.moe.test_two_level import TWO_BY_TWO, as_on_one_level, batch
@@ -49,8 +48,7 @@ def test_experts_see_what_they_see_on_one_level(hosts: Hosts, wire: str) -> None
         [
             (4, _abandoned, ()), (4, _refused, ()), (2, _all_refused, ()), (2, _layer_refuses, ()), (2, _all_leave, ()),
             (4, _experts_fail, ("experts raise",)), (2, _experts_fail, ("in halves",)), (2, _layers, ()),
-            (2, _one_layer, ()), (2, _records_layer, ()), (2, _disagree, ()), (2, _asked_for, ()),
-            (2, _between_forward_and_backward, ()),
+            (2, _one_layer, ()), (2, _records_layer, ()), (2, _disagree, ()),
         ],
         several=True,
     ),

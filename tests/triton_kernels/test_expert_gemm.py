@@ -14,7 +14,7 @@ from thinwire.comm.communicator import Communicator
 from thinwire.errors import WireFormatError
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels.codec_reference import scaled_reference
-from thinwire.triton_kernels.expert_gemm import expert_gemm, expert_gemm_reference
+from thinwire.triton_kernels.expert_gemm import _integer_products, expert_gemm, expert_gemm_reference
 from thinwire.triton_kernels.int8_weights import Int8Weights, require_int8_sums
 from thinwire.triton_kernels.silu import silu_reference
 from thinwire.wire import WireFormat
@@ -50,6 +50,23 @@ def test_the_reference_is_the_product_of_what_records_and_weights_stand_for(case
         exact = rows[record] @ _dequantised(weights)[expert].double()
         bound = rows[record].abs() @ _dequantised(weights)[expert].double().abs() * 2**-20
         assert exact.isnan().all() if record == 5 else ((out[row] - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("columns", [1, 1023, 1024, 1025, 5000])
+def test_products_of_integers_are_exact_whatever_bytes_came(columns: int) -> None:
+    x, w = torch.randint(-128, 128, (2, 9, columns), generator=torch.Generator().manual_seed(columns))
+    x[0], w[:2] = -128, torch.tensor([[-128], [127]])  # the largest sums, and odd ones near them
+    x[1:4, 0] = torch.tensor([-127, 1, 0])
+    assert torch.equal(_integer_products(x.float(), w.float()), (x @ w.T).float())
+
+
+def test_no_records_and_odd_indices_and_offsets_are_taken() -> None:
+    wire, weights = WireFormat.parse("int8:32"), make_weights(70, 6, 2, gated=False)
+    for count in (0, 3):
+        records = make_rows(wire, 70, (1,), 1)[0][:count]
+        out, index = torch.full((5, 6), 7.0), torch.tensor([0, 1, 2, -5, 2**62])
+        expert_gemm_reference(records, wire, index, torch.tensor([-2, 9, 3]), weights, out)
+        assert not out[count:].any() and bool(out.any()) == bool(count)
 
 
 class _DividesAsOnCuda(TorchFunctionMode):

@@ -56,7 +56,7 @@ if HAS_NUMBA:
     _PURPOSES = {
         "codec": "quantisation", "pack": "quantisation", "sums": "sums of quantised rows", "permute": "routing",
         "collective": "all_reduce, reduce_scatter and all_gather", "pieces": "all_to_all_v", "straight": "all_to_all_v",
-        "piece_team": "all_to_all_v", "expert_gemm": "int8 experts", "checksum": "checksums",
+        "piece_team": "all_to_all_v",
     }  # fmt: skip
 
     class _SharedCache(NullCache):

@@ -21,10 +21,8 @@ from thinwire.errors import TransportUnavailable
 from thinwire.fused.backend import require_wire_support
 from thinwire.fused.channel import channel_layout
 from thinwire.fused.collective import collective_layout
-from thinwire.moe.experts import ClampedSwiGLU
 from thinwire.moe.two_level_lanes import EXACT
 from thinwire.triton_kernels import all_to_all_v, collective, combine, dispatch, pack, permute, reach, sums
-from thinwire.triton_kernels.activate import activate
 from thinwire.triton_kernels.expert_gemm import INNER_WIRE, expert_gemm
 from thinwire.triton_kernels.forward import forward_tokens
 from thinwire.triton_kernels.int8_weights import Int8Weights
@@ -63,8 +61,6 @@ COLLECTIVE_KERNELS = ("scatter", "send_to_all", "reduce", "reduce_and_send_to_al
 SMALL_KERNELS = {"all_reduce": ALL_REDUCE, "reduce_scatter": REDUCE_SCATTER, "all_gather": ALL_GATHER}
 #: Products of experts: gate and the other half, whose rows are quantised again, and what follows; with few rows each.
 EXPERT_KERNELS = ("gate_and_up", "gate_and_up_few", "down", "down_few")
-#: Between products of experts and behind them: with a gate and biases, but the last, which adds biases alone.
-ACTIVATIONS = {"activate_silu": "silu", "activate_gelu": "gelu", "activate_clamped": ClampedSwiGLU(), "add_bias": None}
 #: Kernels that take experts' rows as records, too.
 RECORD_KERNELS = ("send_sums", "pack_weighted_sums")
 #: Kernels that move rows.
@@ -141,10 +137,6 @@ def cases() -> Iterator[Case]:
         for wire in ("int8:row", "int8:32", "int8:256") if gate else ():
             for target in OTHER_TARGETS:
                 yield Case(kernel, wire, HIDDEN_SIZES[-1], target)
-    for kernel in ACTIVATIONS:
-        for target in TARGETS:
-            for hidden in HIDDEN_SIZES[:2]:
-                yield Case(kernel, "none", hidden, target)
     for kernel in RECORD_KERNELS:
         for rows in ("records", "as they are") if kernel == "send_sums" else ("records",):
             for target in TARGETS:
@@ -257,20 +249,9 @@ def _expert_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...
     return expert_gemm, (records, wire, None, offsets, weights, torch.empty(rows, width, dtype=torch.bfloat16)), 0
 
 
-def _activation_launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
-    """The same for rows of 32 experts, which begin on multiples of 16 bytes as those of a grouped product do."""
-    rows = torch.empty(2, 4096, -(-case.hidden // 8) * 8, dtype=torch.bfloat16)[..., : case.hidden]
-    biases, ends = torch.empty(2, 32, case.hidden, dtype=torch.bfloat16), torch.zeros(32, dtype=torch.int32)
-    activation = ACTIVATIONS[case.kernel]
-    gate, gate_bias = (None, None) if activation is None else (rows[1], biases[1])
-    return activate, (rows[0], biases[0], ends, activation, gate, gate_bias), 0
-
-
 def _launcher(case: Case) -> tuple[Callable[..., None], tuple[object, ...], int]:
     if case.kernel in EXPERT_KERNELS:
         return _expert_launcher(case)
-    if case.kernel in ACTIVATIONS:
-        return _activation_launcher(case)
     if case.kernel in (*COLLECTIVE_KERNELS, *SMALL_KERNELS, *LEG_WAITS):
         return _collective_launcher(case)
     if case.kernel in (*ROUND_KERNELS, *ROUND_CONTROL_KERNELS, *TWO_LEVEL_KERNELS):
@@ -366,13 +347,11 @@ def check(case: Case, report: Report) -> list[str]:
     # Sums are added up by twice the threads, of which AMD has 64 in a wavefront.
     narrow_payload |= case.kernel == "sum_home" and case.target.startswith("gfx")
     # So are rows that are records, by wavefronts of 64; as they are, they are a reader's.
-    # So are tiles of 1024 columns.
-    narrow_payload |= case.kernel in ACTIVATIONS and case.target.startswith("gfx")
     of_records = case.rows == "records" or (case.rows == "as they are" and case.wire == "int4")
     narrow_payload |= of_records and case.target.startswith("gfx")
     if wide_load and report.load_bytes < (8 if narrow_payload else 16):
         faults.append(f"loads of {report.load_bytes} bytes")
-    wide_store = case.hidden % 8 == 0 or case.kernel not in (*READERS, *ACTIVATIONS)
+    wide_store = case.hidden % 8 == 0 or case.kernel not in READERS
     if wide_store and report.store_bytes < 8:
         faults.append(f"stores of {report.store_bytes} bytes")
     return faults

@@ -18,7 +18,6 @@ from tests.helpers.speeds import exhaustive_but
 from thinwire.triton_kernels import SCOPE_VARIABLE, SCOPES, arrive_scope, dispatch, signal
 from verification.ahead_of_time.harness import Launch, compile_launch, inspect, inspect_signals, record_launches
 from verification.ahead_of_time.matrix import (
-    ACTIVATIONS,
     COLLECTIVE_KERNELS,
     COLLECTIVE_ROWS,
     CONTROL_KERNELS,
@@ -70,16 +69,6 @@ def test_products_of_experts_are_int8_on_tensor_cores_and_do_not_spill(kernel: s
     case = Case(kernel, "int8" if gate else "int8:64", 7168 if gate else 2048, target)
     report = compile_case(case)
     assert not check(case, report) + check_tensor_cores(case), report
-
-
-@pytest.mark.parametrize("target", exhaustive_but(["sm_90"], TARGETS))
-def test_activations_of_experts_neither_spill_nor_fuse_and_move_wide_words(target: str) -> None:
-    for kernel in ACTIVATIONS:
-        case = Case(kernel, "none", 2048, target)
-        report = compile_case(case)
-        assert not check(case, report), report
-        # Eight programs of four warps share a multiprocessor's 65536 registers.
-        assert report.registers <= 64, f"{kernel}: fewer programs than are launched run at once"
 
 
 @pytest.mark.exhaustive

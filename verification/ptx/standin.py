@@ -26,7 +26,7 @@ from triton.runtime import JITFunction
 import tests.gpu.sharing
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels import activate, all_to_all_v, codec, collective, combine, permute, sums  # noqa: F401
+from thinwire.triton_kernels import all_to_all_v, codec, collective, combine, permute, sums  # noqa: F401
 from thinwire.triton_kernels import expert_gemm as _expert_gemm  # noqa: F401
 from thinwire.triton_kernels.round_layout import Lane
 from verification.ptx.device import Device

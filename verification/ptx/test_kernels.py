@@ -13,13 +13,10 @@ pytest.importorskip("triton", reason="compiling kernels needs Triton")
 
 import torch
 
-from tests.helpers.activations import CASES as ACTIVATIONS
-from tests.helpers.activations import SOME, check_activations
 from tests.helpers.expert_rows import CASES, check_products, make_rows, make_weights
 from tests.helpers.speeds import exhaustive_but
 from tests.helpers.wires import WIRES, assert_same_bits
 from tests.triton_kernels.test_interpreted import _check_combine, _combine_records, _pack_and_unpack
-from thinwire.triton_kernels.activate import activate
 from thinwire.triton_kernels.expert_gemm import expert_gemm, expert_gemm_reference
 from thinwire.wire import WireFormat
 from verification.ahead_of_time.matrix import Case, cases, compiled_case
@@ -103,8 +100,3 @@ def test_products_of_experts_do_not_race(case: tuple) -> None:
     assert not device.races.found
     expert_gemm_reference(records, WireFormat.parse(wire), index, offsets, weights, expected)
     assert_same_bits("products", expected, got)
-
-
-@pytest.mark.parametrize("cases", exhaustive_but([SOME], [SOME, ACTIVATIONS]), ids=lambda cases: str(len(cases)))
-def test_activations_of_experts_are_float64_rounded_once_and_do_not_race(device: Device, cases: tuple) -> None:
-    check_activations(activate, cases)

@@ -16,8 +16,6 @@ from thinwire.comm.communicator import Communicator
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.codec import dequantize, quantize
-from thinwire.moe.experts import GroupedExperts
-from thinwire.moe.int8_experts import Int8Experts
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.triton_kernels import cpu
 from thinwire.triton_kernels.cpu.all_to_all_v import PEERS, SCALARS, move_in_team
@@ -62,7 +60,6 @@ def call_every_kernel() -> None:
 
     def rank_main(comm: Communicator) -> None:
         x = torch.randn(8, 64, generator=generator, dtype=torch.float32, device="cpu")
-        in_int8 = Int8Experts(GroupedExperts(2, 64, 64), rotated=False)
         dequantize(quantize(x, "int8"))
         apart = comm.split(groups=[range(comm.size)])
         apart.hosts = ((0,), (1,))  # as if each were on a host of its own
@@ -75,7 +72,7 @@ def call_every_kernel() -> None:
                 for used in (True, False):
                     dispatched = experts.dispatch(x, ids, torch.ones(8, 2, dtype=torch.float32, device="cpu"))
                     if used:
-                        experts.combine(in_int8(dispatched) + dispatched.tokens, dispatched)
+                        experts.combine(dispatched.tokens, dispatched)
                     else:
                         dispatched.abandon()
 
