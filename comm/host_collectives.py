@@ -25,11 +25,11 @@ from thinwire.comm.recorder.flight_files import is_off
 from thinwire.comm.recorder.flight_recorder import FlightRecorder
 from thinwire.comm.resources.cpu_share import CpuShare, cpu_share
 from thinwire.comm.resources.result_memory import ResultMemory
-from thinwire.comm.shaped_json import MOST_BYTES, decode, encode
 from thinwire.comm.tensors import is_plain, require_dense
 from thinwire.comm.threads import ThreadExchange
 from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError, ConfigMismatch, CountsError, ThinwireError, TransportUnavailable
+from thinwire.fields import MOST_BYTES, decode, encode
 from thinwire.log import LOGGER
 from thinwire.operators import register
 
@@ -300,7 +300,7 @@ class HostCollectives(Calls, ABC):
 
         Args:
             value: made of None, bool, int, float, str, lists, tuples, and dicts with str keys; at most 1 MiB as JSON.
-            shape: the shape that every rank's value must have, see `thinwire.comm.shaped_json`.
+            shape: the shape that every rank's value must have, see `thinwire.fields`.
 
         Returns:
             Each rank's value, with lists for tuples.

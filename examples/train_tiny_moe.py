@@ -24,7 +24,7 @@ import torch
 from einops import rearrange
 from torch.nn import functional as F
 
-from thinwire.moe.checkpoint_writer import save_checkpoint
+from thinwire.moe.checkpoint import save_checkpoint
 from thinwire.moe.routing import load_balancing_loss
 from thinwire.moe.tiny import TinyMoE, TinyMoEConfig, bits_per_byte, load_tiny_moe, text_windows
 

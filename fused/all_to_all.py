@@ -15,9 +15,9 @@ import torch
 
 from thinwire.comm import Communicator, Group, communicator_or_default
 from thinwire.comm.memory.symmetric import SymmetricMemory
-from thinwire.comm.shaped_json import OneOf
 from thinwire.comm.work import Work
 from thinwire.errors import CountsError
+from thinwire.fields import OneOf
 from thinwire.fused.backend import select_backend
 from thinwire.fused.channel import PIECES, Channel, RecvBuffer, Route, channel_layout
 from thinwire.fused.codec import named_wire, wire_of_rows

@@ -19,8 +19,8 @@ from thinwire.comm.communicator import Communicator
 from thinwire.comm.host_collectives import Setting
 from thinwire.comm.hosts import describe
 from thinwire.comm.memory.symmetric import SymmetricMemory, allocate
-from thinwire.comm.shaped_json import MOST_TEXT
 from thinwire.errors import CapacityError, ThinwireError, TransportUnavailable
+from thinwire.fields import MOST_TEXT
 from thinwire.fused.backend import BACKEND_VARIABLE, select_backend
 from thinwire.fused.direct_transport import DirectTransport
 from thinwire.triton_kernels.compat import HAS_TRITON

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from thinwire.comm.tensors import is_int
 from thinwire.errors import ArgumentError, CheckpointError
-from thinwire.moe.checkpoint_folder import CheckpointFolder
+from thinwire.fields import Fields, Refused, parse_json, read_bytes, shown
+from thinwire.moe.checkpoint import DTYPES, open_file, places_in, write_rows
 from thinwire.moe.layer import MoELayer
 from thinwire.moe.pretrained_families import LayerPlan, Piece, plan_layer
-from thinwire.moe.safetensors_header import StoredTensor
 from thinwire.moe.together import agree_on_path, together, unfinished_folder
 
 if TYPE_CHECKING:
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["load_moe_layer", "save_moe_layers"]
 
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_DTYPES = tuple(DTYPES[name] for name in _FLOATS)
+_CONFIG, _SINGLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
 def load_moe_layer(
@@ -63,26 +67,22 @@ def load_moe_layer(
     """
     if dtype is not None and dtype not in _DTYPES:
         raise ArgumentError(f"dtype is {dtype!r}, expected None or one of {', '.join(map(str, _DTYPES))}")
-    with CheckpointFolder(folder) as source:
-        plan, first = _checked_plan(source, _layer_number(layer))
-        common = source.describe(first.name)
-        made = _empty_layer(plan, ep, dtype or common.float_dtype)
-        pieces = list(plan.pieces(made.local_experts))
-        largest = 0
-        for piece in pieces:
-            found = _described(source, piece)
-            largest = max(largest, found.bytes_of(piece.row))
-            if dtype is None and found.dtype != common.dtype and piece.slots[0].parameter != "correction_bias":
-                raise CheckpointError(
-                    f"{source.path}: {piece.name} is {found.dtype}, {first.name} {common.dtype}: pass the dtype that "
-                    "the layer is to have"
-                )
-        made = made.to_empty(device=torch.get_default_device() if device is None else device)
-        # One for all pieces: the allocator may keep what is freed, and take more for the next.
-        buffer = torch.empty(largest, dtype=torch.uint8, device="cpu")
-        for piece in pieces:
-            for value, view in _slots(piece, made, source.read(piece.name, piece.row, buffer)):
-                value.copy_(view)
+    source = _Folder(folder)
+    plan, first, common = _checked_plan(source, _layer_number(layer))
+    made = _empty_layer(plan, ep, dtype or DTYPES[common])
+    pieces = list(plan.pieces(made.local_experts))
+    for piece in pieces:
+        stored = _dtype_of(source, piece)
+        if dtype is None and stored != common and piece.slots[0].parameter != "correction_bias":
+            raise CheckpointError(
+                f"{source.path}: {piece.name} is {stored}, {first.name} {common}: pass the dtype that the layer is to "
+                "have"
+            )
+    made = made.to_empty(device=torch.get_default_device() if device is None else device)
+    for piece in pieces:
+        part = source.tensor(piece.name)
+        for value, view in _slots(piece, made, part[:] if piece.row is None else part[piece.row]):
+            value.copy_(view)
     return made
 
 
@@ -118,22 +118,22 @@ def save_moe_layers(
             if os.path.lexists(place):
                 raise CheckpointError(f"{target} is there already, expected the name of a folder to make")
             unfinished = Path(stack.enter_context(unfinished_folder(place))) / "checkpoint"
-            with CheckpointFolder(source) as checkpoint:
-                for number, layer in layers.items():
-                    _check_fits(checkpoint, _checked_plan(checkpoint, number)[0], number, layer)
-                checkpoint.copy_to(unfinished)
+            checkpoint = _Folder(source)
+            for number, layer in layers.items():
+                _check_fits(checkpoint, _checked_plan(checkpoint, number)[0], number, layer)
+            checkpoint.copy_to(unfinished)
             return str(unfinished.resolve())
 
         unfinished = together(comm, "copy the checkpoint", copy if is_first else lambda: "")
 
         def overwrite() -> str:
-            with CheckpointFolder(unfinished, writable=True) as checkpoint:
-                for number, layer in layers.items():
-                    plan, _ = _checked_plan(checkpoint, number)
-                    _check_fits(checkpoint, plan, number, layer)
-                    for piece in plan.pieces(layer.local_experts):
-                        if piece.expert is not None or is_first:
-                            _write(checkpoint, piece, layer)
+            checkpoint = _Folder(unfinished)
+            for number, layer in layers.items():
+                plan, *_ = _checked_plan(checkpoint, number)
+                _check_fits(checkpoint, plan, number, layer)
+                for piece in plan.pieces(layer.local_experts):
+                    if piece.expert is not None or is_first:
+                        _write(checkpoint, piece, layer)
             return ""
 
         together(comm, "write its experts", overwrite)
@@ -145,19 +145,100 @@ def save_moe_layers(
         together(comm, "give the checkpoint its name", finish if is_first else lambda: "")
 
 
+class _Folder:
+    """A Hugging Face checkpoint folder: config.json, and model.safetensors or an index with the files that it names.
+
+    Attributes:
+        path: the folder.
+        settings: what config.json holds.
+        file_of: the name of the file that each tensor is in.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        CheckpointError: a file is missing, or is not as it must be.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise CheckpointError(f"the folder is a {type(path).__name__}, expected a str or a path")
+        self.path = Path(path)
+        if not self.path.exists():
+            raise FileNotFoundError(f"there is no folder {path}")
+        self.settings = self._read_json(_CONFIG)
+        self._opened: dict[str, Any] = {}
+        self._places: dict[str, dict[str, int]] = {}
+        self.file_of: dict[str, str] = {}
+        found = [name for name in (_SINGLE, _INDEX) if (self.path / name).exists()]
+        if len(found) != 1:
+            raise CheckpointError(
+                f"{path} has {'both' if found else 'neither'} of {_SINGLE} and {_INDEX}, expected one of them; other "
+                "kinds of file, such as pickles, are not read"
+            )
+        if found == [_SINGLE]:
+            self.file_of = dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
+        else:
+            self.file_of = self._read_json(_INDEX).get("weight_map", _weight_map)
+
+    def tensor(self, name: str) -> Any:
+        """A tensor's slice, as safetensors has it, of which nothing is read yet."""
+        file = self._open(self.file_of[name])
+        try:
+            return file.get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.path / self.file_of[name]}: {error}") from error
+
+    def overwrite(self, name: str, values: torch.Tensor, row: int | None) -> None:
+        """Puts values of the file's dtype and shape in a tensor's place, or its row's."""
+        file_name = self.file_of[name]
+        path = self.path / file_name
+        if file_name not in self._places:
+            self._places[file_name] = places_in(path)
+        with open(path, "r+b") as file:
+            write_rows(file, self._places[file_name][name], values, None if row is None else [row])
+
+    def copy_to(self, target: Path) -> None:
+        """Makes a folder with copies of config.json, the index if there is one, and all files that hold tensors."""
+        target.mkdir()
+        files = set(self.file_of.values())
+        for name in (_CONFIG, *([] if files == {_SINGLE} else [_INDEX]), *files):
+            shutil.copyfile(self.path / name, target / name)
+
+    def _open(self, name: str) -> Any:
+        if name not in self._opened:
+            try:
+                self._opened[name] = open_file(self.path / name)
+            except FileNotFoundError as error:
+                raise CheckpointError(f"{self.path / name} cannot be read: {error}") from error
+        return self._opened[name]
+
+    def _read_json(self, name: str) -> Fields:
+        content, source = read_bytes(self.path / name, CheckpointError)
+        return Fields(parse_json(content, source, CheckpointError), source, CheckpointError)
+
+
+def _weight_map(value: object) -> dict[str, str]:
+    """Names of files in the folder itself, by tensor: what is written goes to the same names in another folder."""
+    if not isinstance(value, dict):
+        raise Refused("an object of file names")
+    for name, file in value.items():
+        if not isinstance(file, str) or file != os.path.basename(file) or not file.endswith(".safetensors"):
+            raise CheckpointError(f" says that {shown(name)} is in {shown(file)}, expected a .safetensors file's name")
+    return value
+
+
 def _layer_number(layer: object) -> int:
     if not isinstance(layer, int) or not is_int(layer, 0):
         raise ArgumentError(f"layer is {layer!r}, expected an int of at least 0")
     return layer
 
 
-def _checked_plan(folder: CheckpointFolder, layer: int) -> tuple[LayerPlan, Piece]:
-    """A plan whose sizes are those of tensors that are there, and the first of its experts' pieces."""
-    plan = plan_layer(folder, layer)
+def _checked_plan(folder: _Folder, layer: int) -> tuple[LayerPlan, Piece, str]:
+    """A plan whose sizes are those of tensors that are there; the first of its experts' pieces, and its dtype."""
+    plan = plan_layer(folder.path, folder.settings, folder.file_of.keys(), layer)
     for piece in plan.pieces(range(1)):
-        _described(folder, piece)
+        dtype = _dtype_of(folder, piece)
         if piece.expert is not None:  # it has all sizes that are left, and is the same on all ranks
-            return plan, piece
+            return plan, piece, dtype
     raise AssertionError("a plan without experts")
 
 
@@ -179,15 +260,15 @@ def _empty_layer(plan: LayerPlan, ep: ExpertParallel | None, dtype: torch.dtype 
     )
 
 
-def _described(folder: CheckpointFolder, piece: Piece) -> StoredTensor:
-    """What a file holds for a piece, if it is as it should be."""
-    found = folder.describe(piece.name)
-    if found.shape != piece.shape or found.float_dtype is None:
+def _dtype_of(folder: _Folder, piece: Piece) -> str:
+    """safetensors' name of the dtype of what a file holds for a piece, if it is as it should be."""
+    found = folder.tensor(piece.name)
+    dtype, shape = found.get_dtype(), found.get_shape()
+    if shape != list(piece.shape) or dtype not in _FLOATS:
         raise CheckpointError(
-            f"{folder.path}: {piece.name} is {found.dtype} {list(found.shape)}, expected F64, F32, F16 or BF16 "
-            f"{list(piece.shape)}"
+            f"{folder.path}: {piece.name} is {dtype} {shape}, expected {' or '.join(_FLOATS)} {list(piece.shape)}"
         )
-    return found
+    return str(dtype)
 
 
 def _slots(piece: Piece, layer: MoELayer, stored: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -202,15 +283,15 @@ def _slots(piece: Piece, layer: MoELayer, stored: torch.Tensor) -> list[tuple[to
     return pairs
 
 
-def _write(folder: CheckpointFolder, piece: Piece, layer: MoELayer) -> None:
+def _write(folder: _Folder, piece: Piece, layer: MoELayer) -> None:
     shape = piece.shape if piece.row is None else piece.shape[1:]
-    stored = torch.empty(shape, dtype=_described(folder, piece).float_dtype, device="cpu")
+    stored = torch.empty(shape, dtype=DTYPES[_dtype_of(folder, piece)], device="cpu")
     for value, view in _slots(piece, layer, stored):
         view.copy_(value)
-    folder.write(piece.name, stored, piece.row)
+    folder.overwrite(piece.name, stored, piece.row)
 
 
-def _check_fits(folder: CheckpointFolder, plan: LayerPlan, number: int, layer: MoELayer) -> None:
+def _check_fits(folder: _Folder, plan: LayerPlan, number: int, layer: MoELayer) -> None:
     fitting = _empty_layer(plan, layer.ep, None)
     expected, found = (
         {name: tuple(tensor.shape) for name, tensor in each.state_dict().items()}

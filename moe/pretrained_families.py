@@ -8,14 +8,16 @@ up in alternate columns, and has biases. Names, shapes, configuration and its de
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from thinwire.errors import CheckpointError
-from thinwire.moe.checkpoint_folder import CONFIG, CheckpointFolder, ModelConfig
+from thinwire.fields import Fields, one_of, that, within
 from thinwire.moe.experts import ClampedSwiGLU
 from thinwire.moe.routing import RouterConfig
 
@@ -58,36 +60,20 @@ def _whole(stored: torch.Tensor) -> torch.Tensor:
     return stored
 
 
-def _transposed(stored: torch.Tensor) -> torch.Tensor:
-    return stored.T
-
-
-def _first_half(stored: torch.Tensor) -> torch.Tensor:
-    return stored[: len(stored) // 2].T
-
-
-def _second_half(stored: torch.Tensor) -> torch.Tensor:
-    return stored[len(stored) // 2 :].T
-
-
-def _even(stored: torch.Tensor) -> torch.Tensor:
-    return stored[..., ::2]
-
-
-def _odd(stored: torch.Tensor) -> torch.Tensor:
-    return stored[..., 1::2]
-
-
 #: Of one expert: the end of the name, the shape in units of h(idden) and f(f), and where it goes in GroupedExperts.
 _Matrix = tuple[str, str, tuple[Slot, ...]]
 
 
 def _three(gate: str, up: str, down: str) -> tuple[_Matrix, ...]:
     return (
-        (f"{gate}.weight", "fh", (Slot("w_gate", _transposed),)),
-        (f"{up}.weight", "fh", (Slot("w_in", _transposed),)),
-        (f"{down}.weight", "hf", (Slot("w_out", _transposed),)),
+        (f"{gate}.weight", "fh", (Slot("w_gate", torch.t),)),
+        (f"{up}.weight", "fh", (Slot("w_in", torch.t),)),
+        (f"{down}.weight", "hf", (Slot("w_out", torch.t),)),
     )
+
+
+def _both(kind: str, gate: _View, up: _View) -> tuple[Slot, ...]:
+    return Slot(f"{kind}_gate", gate), Slot(f"{kind}_in", up)
 
 
 _PROJECTIONS = _three("gate_proj", "up_proj", "down_proj")
@@ -117,8 +103,8 @@ _FUSED = Layout(
     "mlp",
     True,
     (
-        ("gate_up_proj", "2h", (Slot("w_gate", _first_half), Slot("w_in", _second_half))),
-        ("down_proj", "hf", (Slot("w_out", _transposed),)),
+        ("gate_up_proj", "2h", _both("w", lambda x: x.chunk(2)[0].T, lambda x: x.chunk(2)[1].T)),
+        ("down_proj", "hf", (Slot("w_out", torch.t),)),
     ),
 )
 _MIXTRAL = Layout("block_sparse_moe", False, _three("w1", "w3", "w2"))
@@ -126,8 +112,8 @@ _GPT_OSS = Layout(
     "mlp",
     True,
     (
-        ("gate_up_proj", "h2", (Slot("w_gate", _even), Slot("w_in", _odd))),
-        ("gate_up_proj_bias", "2", (Slot("b_gate", _even), Slot("b_in", _odd))),
+        ("gate_up_proj", "h2", _both("w", lambda x: x[..., ::2], lambda x: x[..., 1::2])),
+        ("gate_up_proj_bias", "2", _both("b", lambda x: x[..., ::2], lambda x: x[..., 1::2])),
         ("down_proj", "fh", (Slot("w_out", _whole),)),
         ("down_proj_bias", "h", (Slot("b_out", _whole),)),
     ),
@@ -140,26 +126,31 @@ class Family(NamedTuple):
     layouts: tuple[Layout, ...]
     num_experts: tuple[str, ...]
     ff_size: str
-    router: Callable[[ModelConfig], RouterConfig]
+    router: Callable[[Fields], RouterConfig]
     router_name: str = "gate"
     has_shared: bool = False
 
 
-def _deepseek_router(settings: ModelConfig) -> RouterConfig:
-    settings.one_of("scoring_func", ("sigmoid",), "sigmoid")
-    settings.one_of("topk_method", ("noaux_tc",), "noaux_tc")
+_size = within(1, 2**31 - 1)
+_truth = that(lambda value: isinstance(value, bool), "true or false")
+_finite = that(lambda value: type(value) in (int, float) and math.isfinite(value), "a finite number")
+
+
+def _deepseek_router(settings: Fields) -> RouterConfig:
+    settings.get("scoring_func", one_of(("sigmoid",)), None)
+    settings.get("topk_method", one_of(("noaux_tc",)), None)
     return RouterConfig(
         scoring="sigmoid",
-        renormalize=settings.truth("norm_topk_prob", True),
-        scale=settings.number("routed_scaling_factor", 2.5),
-        num_groups=settings.size("n_group", 8),
-        top_groups=settings.size("topk_group", 4),
+        renormalize=settings.get("norm_topk_prob", _truth, True),
+        scale=settings.get("routed_scaling_factor", _finite, 2.5),
+        num_groups=settings.get("n_group", _size, 8),
+        top_groups=settings.get("topk_group", _size, 4),
         correction_bias=True,
     )
 
 
-def _softmax_router(settings: ModelConfig) -> RouterConfig:
-    return RouterConfig(renormalize=settings.truth("norm_topk_prob", False))
+def _softmax_router(settings: Fields) -> RouterConfig:
+    return RouterConfig(renormalize=settings.get("norm_topk_prob", _truth, False))
 
 
 _NUMBER = ("num_experts", "num_local_experts")
@@ -234,83 +225,80 @@ def _within(module: str, slot: Slot, around: _View = _whole) -> Slot:
     return Slot(f"{module}.{slot.parameter}", lambda stored: around(slot.view(stored)))
 
 
-def plan_layer(folder: CheckpointFolder, layer: int) -> LayerPlan:
-    """Where a layer's values are in a folder. Of files that hold tensors nothing is read but headers.
+def plan_layer(folder: Path, settings: Fields, names: Iterable[str], layer: int) -> LayerPlan:
+    """Where a layer's values are among a folder's tensors, of these names, with these settings in config.json.
 
     Raises:
         CheckpointError: config.json is of another family or says what cannot be; the layer has no experts, or other
             tensors than it should.
     """
-    settings = ModelConfig(folder)
-    if "quantization_config" in folder.config:
+    if settings.get("quantization_config", lambda value: True, False):
         raise CheckpointError(
-            f"{folder.path} holds quantised weights, by quantization_config in {CONFIG}; expected weights in float64, "
+            f"{folder} holds quantised weights, by quantization_config in config.json; expected weights in float64, "
             "float32, float16 or bfloat16"
         )
-    family = FAMILIES[settings.get("model_type", f"one of {', '.join(FAMILIES)}", _is_family)]
-    prefix, names = _names_of(folder, family, layer)
+    family = FAMILIES[settings.get("model_type", one_of(tuple(FAMILIES)))]
+    prefix, names = _names_of(folder, family, names, layer)
     layouts = [layout for layout in family.layouts if prefix + layout.first in names]
     if len(layouts) != 1:
         forms = " or ".join(prefix + layout.first for layout in family.layouts)
         raise CheckpointError(
-            f"{folder.path}: layer {layer} has experts in no known form, expected {forms}; it has {_few(names)}"
+            f"{folder}: layer {layer} has experts in no known form, expected {forms}; it has {_few(names)}"
         )
-    num_experts, ff_size = settings.size(family.num_experts), settings.size(family.ff_size)
-    shared = settings.size("n_shared_experts", 1) if family.has_shared else 0
+    num_experts, ff_size = settings.get(family.num_experts, _size), settings.get(family.ff_size, _size)
+    shared = settings.get("n_shared_experts", _size, 1) if family.has_shared else 0
     activation: str | ClampedSwiGLU
     try:
         if layouts[0] is _GPT_OSS:
-            settings.one_of("hidden_act", ("silu",), "silu")
-            activation = ClampedSwiGLU(settings.number("swiglu_alpha", 1.702), settings.number("swiglu_limit", 7.0))
+            settings.get("hidden_act", one_of(("silu",)), None)
+            activation = ClampedSwiGLU(
+                settings.get("swiglu_alpha", _finite, 1.702), settings.get("swiglu_limit", _finite, 7.0)
+            )
         else:
-            activation = settings.one_of("hidden_act", ("silu", "gelu"), "silu")
-        top_k, router_config = settings.size("num_experts_per_tok"), family.router(settings)
+            activation = settings.get("hidden_act", one_of(("silu", "gelu")), "silu")
+        top_k, router_config = settings.get("num_experts_per_tok", _size), family.router(settings)
         if top_k > num_experts:
             raise ValueError(f"num_experts_per_tok is {top_k}, of {num_experts} experts")
         router_config.check_sizes(num_experts, top_k)
     except CheckpointError:
         raise
     except ValueError as error:
-        raise CheckpointError(f"{folder.path / CONFIG}: {error}") from error
+        raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
     plan = LayerPlan(
-        prefix, family, layouts[0], settings.size("hidden_size"), ff_size, num_experts, top_k, shared * ff_size,
+        prefix, family, layouts[0], settings.get("hidden_size", _size), ff_size, num_experts, top_k, shared * ff_size,
         activation, router_config,
     )  # fmt: skip
     _check_names(folder, plan, names)
     return plan
 
 
-def _is_family(value: object) -> bool:
-    return isinstance(value, str) and value in FAMILIES
-
-
-def _names_of(folder: CheckpointFolder, family: Family, layer: int) -> tuple[str, set[str]]:
+def _names_of(folder: Path, family: Family, held: Iterable[str], layer: int) -> tuple[str, set[str]]:
     """What all tensors of a layer begin with, and those of its mixture-of-experts block."""
     blocks = tuple({f"{layout.block}." for layout in family.layouts})
     for prefix in (f"model.layers.{layer}.", f"layers.{layer}."):  # the second without a language model's head
         starts = tuple(prefix + block for block in blocks)
-        names = {name for name in folder.names if name.startswith(starts)}
+        names = {name for name in held if name.startswith(starts)}
         if any(".experts." in name for name in names):
             return prefix, names
-    found = sorted({int(match[1]) for name in folder.names if (match := _EXPERTS.match(name))})
+    found = sorted({int(match[1]) for name in held if (match := _EXPERTS.match(name))})
     layers = ", ".join(map(str, found[:100])) if found else "none"
-    raise CheckpointError(f"{folder.path}: layer {layer} has no experts; layers that have: {layers}")
+    raise CheckpointError(f"{folder}: layer {layer} has no experts; layers that have: {layers}")
 
 
 _EXPERTS = re.compile(r"(?:model\.)?layers\.([0-9]{1,6})\.(?:mlp|block_sparse_moe)\.experts\.")
 
 
-def _check_names(folder: CheckpointFolder, plan: LayerPlan, names: set[str]) -> None:
+def _check_names(folder: Path, plan: LayerPlan, names: set[str]) -> None:
     """What the layer has must be what it should have: a tensor more, such as scales, means something, too."""
     known = set()
     # config.json may speak of any number of experts. The size of a stacked tensor is compared when it is read.
     for piece in plan.pieces(range(1 if plan.layout.stacked else plan.num_experts)):
         if piece.name not in names:
-            raise CheckpointError(f"{folder.path} lacks {piece.name}, of {plan.num_experts} experts by {CONFIG}")
+            raise CheckpointError(f"{folder} lacks {piece.name}, of {plan.num_experts} experts by config.json")
         known.add(piece.name)
     if unknown := names - known:
         raise CheckpointError(
-            f"{folder.path} has {_few(unknown)}, which a layer of {plan.num_experts} experts does not have here"
+            f"{folder} has {_few(unknown)}, which a layer of {plan.num_experts} experts does not have here"
         )
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thinwire.comm.hosts import system_name
-from thinwire.comm.shaped_json import MOST_TEXT
 from thinwire.errors import ArgumentError, CheckpointError
+from thinwire.fields import MOST_TEXT
 
 if TYPE_CHECKING:
     from thinwire.comm.communicator import Communicator

@@ -22,11 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import thinwire as tw
 from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.launch.rank_table import RankTable
-from thinwire.comm.shaped_json import decode, unique_keys
 from thinwire.moe import received
-from thinwire.moe.checkpoint import load_checkpoint, read_metadata
-from thinwire.moe.checkpoint_writer import save_checkpoint
+from thinwire.moe.checkpoint import load_checkpoint, read_metadata, save_checkpoint
 from thinwire.moe.experts import GroupedExperts
 from thinwire.moe.routing import RouterConfig, load_balancing_loss, top_k_route
 from thinwire.testing import run_ranks
@@ -439,67 +436,6 @@ def test_joining() -> None:
             extra: dict[str, Any] = {"world_size": 1, "mode": "thread", name: value}
             attempt(f"run_ranks({name}={kind})", lambda extra=extra: run_ranks(lambda comm: None, **extra))
     settle()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Files
-
-NESTED = "[" * 100_000
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        (NESTED, "is not JSON"),
-        ('{"server_list": ' + NESTED, "is not JSON"),
-        ('{"version": "1.0", "version": "1.2"}', "'version' appears twice"),
-        ('{"server_list": [{"server_id": "a", "device": [{"device_id": 1, "device_id": 2}]}]}', "'device_id' appears"),
-        ('{"server_count": %s}' % ("9" * 5000), "is not JSON"),
-        ("\ud800", "is not JSON"),
-        ('{"version": %s}' % ("[" * 300 + "]" * 300), "version is"),
-        ('{"server_list": [{"server_id": "a", "device": [{"device_id": "%s", "rank_id": "0"}]}]}' % ("9" * 5000), "is"),
-    ],
-)
-def test_rank_tables(text: str, told: str, tmp_path: Path) -> None:
-    path = tmp_path / "table.json"
-    path.write_bytes(text.encode(errors="surrogatepass"))
-    with pytest.raises(tw.RankTableError, match=told):
-        RankTable.load(path)
-
-
-def test_rank_tables_that_are_passed() -> None:
-    nested: Any = []
-    for _ in range(100_000):
-        nested = [nested]
-    device = {"device_id": 0, "rank_id": 0}
-    for value in (nested, 10**5000, b"1", {1: 2}, "٣", "²", True, math.nan):
-        for table in (
-            {"version": value},
-            {"status": value},
-            {"server_list": value},
-            {"server_count": value, "server_list": [{"server_id": "a", "device": [device]}]},
-            {"server_list": [value]},
-            {"server_list": [{"server_id": value, "device": [device]}]},
-            {"server_list": [{"server_id": "a", "device": [device | {"rank_id": value}]}]},
-            {"server_list": [{"server_id": "a", "device": [device | {"device_id": value}]}]},
-            {"server_list": [{"server_id": "a", "device": [device | {"device_ip": value}]}]},
-        ):
-            try:
-                RankTable.load(table)
-            except tw.RankTableError as error:
-                assert len(str(error)) < 3000
-    with pytest.raises(tw.RankTableError, match="cannot be read"):
-        RankTable.load("a\0b")
-    table = RankTable.load({"server_list": [{"server_id": "a", "device": [device]}]})
-    for rank in ("0", None, 1.0, True, 2**70):
-        with pytest.raises(tw.RankTableError, match="has no rank"):
-            table.entry(rank)  # type: ignore[arg-type]
-
-
-def test_settings_that_travel_have_each_key_once() -> None:
-    assert unique_keys([("a", 1), ("b", 2)]) == {"a": 1, "b": 2}
-    with pytest.raises(tw.ThinwireError, match="'a' appears twice"):
-        decode(b'{"a": 1, "a": 2}', {str: int}, "rank 1")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 from thinwire import first_run
 from thinwire.comm.agreement.verdict import stronger
-from thinwire.comm.shaped_json import decode, encode
 from thinwire.errors import ThinwireError
+from thinwire.fields import decode, encode
 
 LOST = "lost"
 AT_WORK = "at work/"  # begins a key, of what the process compiles or loads just now; nobody pins it

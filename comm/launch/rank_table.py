@@ -14,26 +14,21 @@ All else is ignored. Source: "Preparing the Ranktable Resource Configuration Fil
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import reprlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.comm.shaped_json import unique_keys
 from thinwire.comm.tensors import is_int
 from thinwire.errors import RankTableError
-from thinwire.files import read_regular
+from thinwire.fields import Fields, Refused, just, list_of, one_of, parse_json, read_bytes
 
 #: Where the ranks of a rank table meet if MASTER_PORT does not say so. It is torchrun's default, too.
 DEFAULT_PORT = 29500
 
-_VERSIONS = ("1.0", "1.2")
-_NUMBER = re.compile("[0-9]{1,10}")
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 200
+_MOST = 1 << 20  # servers, and devices of one
 
 
 @dataclass(frozen=True)
@@ -107,122 +102,69 @@ class RankTable:
             return _parse(table, "the rank table that was passed")
         if not isinstance(table, str | os.PathLike):
             raise RankTableError(f"rank_table is a {type(table).__name__}, expected a path or a dict")
-        source = f"rank table {os.fspath(table)}"
-        try:
-            text = read_regular(os.fsdecode(table))
-        except OSError as error:
-            raise RankTableError(f"{source} cannot be read: {error.strerror}") from error
-        except ValueError as error:  # a path that no file can have
-            raise RankTableError(f"{source} cannot be read: {error}") from error
-        try:
-            content = json.loads(text, object_pairs_hook=unique_keys)
-        except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, nested without end, or a key twice
-            raise RankTableError(f"{source} is not JSON: {error}") from error
-        return _parse(content, source)
+        content, path = read_bytes(os.fsdecode(table), RankTableError)
+        source = f"rank table {path}"
+        return _parse(parse_json(content, source, RankTableError), source)
 
 
 def _parse(content: object, source: str) -> RankTable:
-    table = _as_object(content, source)
-    version = table.get("version", "1.0")
-    if not isinstance(version, str | float) or str(version) not in _VERSIONS:
-        raise RankTableError(f"{source}: version is {_shown(version)}, expected one of {', '.join(_VERSIONS)}")
-    status = table.get("status", "completed")
-    if not isinstance(status, str) or status != "completed":
-        raise RankTableError(f"{source}: status is {_shown(status)}, expected 'completed': it is not ready to be used")
-    if "server_list" not in table and "group_list" in table:
-        raise RankTableError(f"{source}: has a group_list, expected the template with a server_list")
-    servers = _as_list(table, "server_list", source)
-    if "server_count" in table and _as_number(table, "server_count", source) != len(servers):
+    table = Fields(content, source, RankTableError)
+    table.get("version", lambda value: one_of(("1.0", "1.2"))(str(value)), "1.0")
+    table.get("status", just("completed"), "completed")
+    servers = table.get("server_list", list_of(_server, _MOST, 1))
+    count = table.get("server_count", _number, len(servers))
+    if count != len(servers):
+        raise RankTableError(f"{source}: server_count is {count}, but server_list has {len(servers)} entries")
+    _require_unique(source, "server_id", [entries[0].server for entries in servers])
+    found = sorted((entry for entries in servers for entry in entries), key=lambda entry: entry.rank)
+    ranks = [entry.rank for entry in found]
+    _require_unique(source, "rank_id", ranks)
+    if missing := sorted(set(range(len(ranks))) - set(ranks)):
         raise RankTableError(
-            f"{source}: server_count is {table['server_count']}, but server_list has {len(servers)} entries"
+            f"{source}: has {len(ranks)} ranks, expected rank_id 0 to {len(ranks) - 1}; missing: "
+            f"{', '.join(map(str, missing))}; found: {', '.join(map(str, ranks))}"
         )
-    by_rank: dict[int, RankEntry] = {}
-    seen: set[str] = set()
-    for number, server in enumerate(servers):
-        for entry in _parse_server(server, f"{source}: server_list[{number}]", seen):
-            if entry.rank in by_rank:
-                others = f"server {by_rank[entry.rank].server}, device {by_rank[entry.rank].device_id}"
-                raise RankTableError(
-                    f"{source}: rank_id {entry.rank} appears twice, as {others}, and as server {entry.server}, device "
-                    f"{entry.device_id}"
-                )
-            by_rank[entry.rank] = entry
-    missing = [str(rank) for rank in range(len(by_rank)) if rank not in by_rank]
-    if missing:
-        raise RankTableError(
-            f"{source}: has {len(by_rank)} ranks, expected rank_id 0 to {len(by_rank) - 1}; missing: "
-            f"{', '.join(missing)}; found: {', '.join(map(str, sorted(by_rank)))}"
-        )
-    return RankTable(tuple(by_rank[rank] for rank in range(len(by_rank))), source)
+    return RankTable(tuple(found), source)
 
 
-def _parse_server(content: object, where: str, seen: set[str]) -> list[RankEntry]:
-    server = _as_object(content, where)
-    name = _as_text(server, "server_id", where)
-    if name in seen:
-        raise RankTableError(f"{where}: server_id {name!r} appears twice, expected one entry a server")
-    seen.add(name)
-    named = next((field for field in ("host_ip", "server_ip") if server.get(field)), "server_id")
-    address = _as_text(server, named, where)
-    found: dict[int, tuple[int, str | None]] = {}
-    for number, content_of_device in enumerate(_as_list(server, "device", where)):
-        place = f"{where}.device[{number}]"
-        device = _as_object(content_of_device, place)
-        device_id = _as_number(device, "device_id", place)
-        if device_id in found:
-            raise RankTableError(f"{place}: device_id {device_id} appears twice on server {name}")
-        device_ip = _as_text(device, "device_ip", place) if device.get("device_ip") else None
-        found[device_id] = (_as_number(device, "rank_id", place), device_ip)
+def _server(value: object) -> list[RankEntry]:
+    """The ranks of a server, by device."""
+    server = Fields(value, "")
+    name = server.get("server_id", _name)
+    address = server.get("host_ip", _name_if_any, None) or server.get("server_ip", _name_if_any, None) or name
+    devices = sorted(server.get("device", list_of(_device, _MOST, 1)), key=lambda device: device[0])
+    _require_unique(f", server {name}", "device_id", [device_id for device_id, _, _ in devices])
     return [
         RankEntry(rank, name, address, device_id, device_ip, local_rank)
-        for local_rank, (device_id, (rank, device_ip)) in enumerate(sorted(found.items()))
+        for local_rank, (device_id, rank, device_ip) in enumerate(devices)
     ]
 
 
-def _as_object(content: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(content, Mapping):
-        raise RankTableError(f"{where}: is {_kind(content)}, expected an object")
-    return content
+def _device(value: object) -> tuple[int, int, str | None]:
+    device = Fields(value, "")
+    device_ip = device.get("device_ip", _name_if_any, None)
+    return device.get("device_id", _number), device.get("rank_id", _number), device_ip
 
 
-def _as_list(content: Mapping[str, Any], field: str, where: str) -> Sequence[Any]:
-    found = _field(content, field, where)
-    if not isinstance(found, list | tuple) or not found:
-        empty = "empty" if isinstance(found, list | tuple) else _kind(found)
-        raise RankTableError(f"{where}: {field} is {empty}, expected a list with at least one entry")
-    return found
+def _require_unique(source: str, field: str, values: Sequence[object]) -> None:
+    twice = next((value for value, count in Counter(values).items() if count > 1), None)
+    if twice is not None:
+        raise RankTableError(f"{source}: {field} {twice!r} appears twice")
 
 
-def _as_text(content: Mapping[str, Any], field: str, where: str) -> str:
-    found = _field(content, field, where)
-    if not isinstance(found, str) or not found.strip():
-        raise RankTableError(f"{where}: {field} is {_shown(found)}, expected a string that is not empty")
-    return found.strip()
+def _name(value: object) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise Refused("a string that is not empty")
+    return value.strip()
 
 
-def _as_number(content: Mapping[str, Any], field: str, where: str) -> int:
-    found = _field(content, field, where)
-    digits = found.strip() if isinstance(found, str) else ""  # of more than what int() strips
-    number = int(digits) if _NUMBER.fullmatch(digits) else found
+def _name_if_any(value: object) -> str | None:
+    return _name(value) if value else None
+
+
+def _number(value: Any) -> int:
+    digits = value.strip() if isinstance(value, str) else ""
+    number: int = int(digits) if re.fullmatch("[0-9]{1,10}", digits) else value
     if not is_int(number, 0):
-        raise RankTableError(f"{where}: {field} is {_shown(found)}, expected a whole number of at least 0, below 2**31")
+        raise Refused("a whole number of at least 0, below 2**31")
     return number
-
-
-def _field(content: Mapping[str, Any], field: str, where: str) -> Any:
-    if field not in content:
-        names = ", ".join(key if isinstance(key, str) else _shown(key) for key in content)
-        raise RankTableError(f"{where}: has no {field}; it has {names or 'nothing'}")
-    return content[field]
-
-
-def _shown(value: object) -> str:
-    """A value for people, who may have passed anything: not nested deeply, nor a number too long to be printed."""
-    try:
-        return _SHORT.repr(value)
-    except ValueError:
-        return f"a {type(value).__name__}"
-
-
-def _kind(content: object) -> str:
-    return "null" if content is None else f"a {type(content).__name__}"

@@ -25,7 +25,7 @@ class Heap:
         ranks: those that map each other's buffers; of the others this one's own address stands in the table.
         local: the own buffer, once `create` has run.
         mappings: what keeps the peers' buffers at their addresses.
-        fact, offer: the shapes of what `inspect` and `create` return, see `thinwire.comm.shaped_json`.
+        fact, offer: the shapes of what `inspect` and `create` return, see `thinwire.fields`.
     """
 
     kind = "threads"

@@ -11,8 +11,8 @@ from thinwire.comm.communicator import Communicator
 from thinwire.comm.memory.cuda_heap import CudaHeap
 from thinwire.comm.memory.heap import Heap, StillWaiting
 from thinwire.comm.memory.posix_heap import PosixHeap
-from thinwire.comm.shaped_json import MOST_TEXT, OneOf
 from thinwire.errors import CapacityError, PeerTimeout, ThinwireError, TransportUnavailable
+from thinwire.fields import MOST_TEXT, OneOf
 
 #: By kind: "threads" is of ranks that are threads, or of one alone with a GPU.
 HEAPS: dict[str, type[Heap]] = {heap.kind: heap for heap in (Heap, PosixHeap, CudaHeap)}
@@ -192,7 +192,7 @@ def _on_all_ranks(
     Ranks that only waited for others come last.
 
     Args:
-        shape: of a result, see `thinwire.comm.shaped_json`.
+        shape: of a result, see `thinwire.fields`.
         read: what turns that into what is returned; a ValueError for what no rank can have sent.
     """
     result: object = None

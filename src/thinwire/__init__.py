@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from thinwire.fused.redistribute import redistribute as redistribute
     from thinwire.fused.reduce_scatter import reduce_scatter as reduce_scatter
     from thinwire.moe.checkpoint import load_checkpoint as load_checkpoint
-    from thinwire.moe.checkpoint_writer import save_checkpoint as save_checkpoint
+    from thinwire.moe.checkpoint import save_checkpoint as save_checkpoint
     from thinwire.moe.clipping import clip_grad_norm_ as clip_grad_norm_
     from thinwire.moe.dispatched import Dispatched as Dispatched
     from thinwire.moe.distributed import distributed as distributed
@@ -63,8 +63,7 @@ _MODULES = {
     "fused.int8_reduce": "int8_all_to_all_reduce",
     "fused.redistribute": "redistribute",
     "fused.reduce_scatter": "reduce_scatter",
-    "moe.checkpoint": "load_checkpoint",
-    "moe.checkpoint_writer": "save_checkpoint",
+    "moe.checkpoint": "load_checkpoint save_checkpoint",
     "moe.clipping": "clip_grad_norm_",
     "moe.dispatched": "Dispatched",
     "moe.distributed": "distributed",

@@ -4,36 +4,23 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 
 #: Bytes of a file that is read whole.
 MOST_BYTES = 64 << 20
-
-
-def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """A descriptor of a regular file. Of a pipe, no writer is waited for.
-
-    Raises:
-        OSError: also where it is something else.
-    """
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-    return descriptor
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
     """What a regular file holds.
 
     Raises:
-        OSError: also where that is more than MOST_BYTES.
+        OSError: also where that is more than MOST_BYTES, or it is something else, such as a pipe.
     """
-    with os.fdopen(open_regular(path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > MOST_BYTES:
-            raise OSError(errno.EFBIG, f"longer than {MOST_BYTES} bytes, the most that is read", os.fspath(path))
-        return file.read(size)
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    if os.path.getsize(path) > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"longer than {MOST_BYTES} bytes, the most that is read", os.fspath(path))
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def open_to_write(path: str | os.PathLike[str], flags: int = 0) -> int:

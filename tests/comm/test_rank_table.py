@@ -8,12 +8,10 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers.files import writer_of
 from thinwire.comm import RankTable, discover
 from thinwire.comm.launch import bootstrap
 from thinwire.errors import RankTableError, ThinwireError
@@ -123,38 +121,39 @@ DEVICE = "server_list__0__device__1"
     ("table", "told"),
     [
         ([1], "rank_table is a list, expected a path or a dict"),
-        ({}, "has no server_list; it has nothing"),
-        (change(ONE_SERVER, server_list=...), "has no server_list; it has version, server_count, status"),
-        (change(ONE_SERVER, server_list=..., group_list=[]), "has a group_list, expected the template with a"),
+        ({}, "no field 'server_list'; it has nothing"),
+        (change(ONE_SERVER, server_list=...), "no field 'server_list'; it has version, server_count, status"),
+        (change(ONE_SERVER, server_list=..., group_list=[]), "no field 'server_list'; it has .*group_list"),
         (change(ONE_SERVER, version="2.0"), "version is '2.0', expected one of 1.0, 1.2"),
         (change(ONE_SERVER, status="initializing"), "status is 'initializing', expected 'completed'"),
-        (change(ONE_SERVER, server_list={}), "server_list is a dict, expected a list"),
-        (change(ONE_SERVER, server_list=[]), "server_list is empty, expected a list with at least one entry"),
+        (change(ONE_SERVER, server_list={}), "server_list is {}, expected a list of 1 to"),
+        (change(ONE_SERVER, server_list=[]), r"server_list is \[\], expected a list of 1 to"),
         (change(ONE_SERVER, server_count="2"), "server_count is 2, but server_list has 1 entries"),
         (change(ONE_SERVER, server_count="many"), "server_count is 'many', expected a whole number"),
-        (change(ONE_SERVER, server_list__0="a"), r"server_list\[0\]: is a str, expected an object"),
-        (change(ONE_SERVER, server_list__0__server_id=...), r"server_list\[0\]: has no server_id; it has device"),
+        (change(ONE_SERVER, server_list__0="a"), r"server_list\[0\]: 'a', expected an object"),
+        (change(ONE_SERVER, server_list__0__server_id=...), r"server_list\[0\]: no field 'server_id'; it has device"),
         (change(ONE_SERVER, server_list__0__server_id=7), "server_id is 7, expected a string"),
         (change(ONE_SERVER, server_list__0__server_id=" "), "server_id is ' ', expected a string that is not empty"),
         (change(TWO_SERVERS, server_list__1__server_id="node_0"), "server_id 'node_0' appears twice"),
         (change(TWO_SERVERS, server_list__1__host_ip=1), "host_ip is 1, expected a string"),
-        (change(ONE_SERVER, server_list__0__device=...), r"server_list\[0\]: has no device; it has server_id"),
-        (change(ONE_SERVER, server_list__0__device=None), "device is null, expected a list"),
-        (change(ONE_SERVER, **{DEVICE: 3}), r"server_list\[0\].device\[1\]: is a int, expected an object"),
+        (change(ONE_SERVER, server_list__0__device=...), r"server_list\[0\]: no field 'device'; it has server_id"),
+        (change(ONE_SERVER, server_list__0__device=None), "device is None, expected a list"),
+        (change(ONE_SERVER, **{DEVICE: 3}), r"server_list\[0\]: device\[1\]: 3, expected an object"),
         (
             change(ONE_SERVER, **{f"{DEVICE}__rank_id": ...}),
-            r"device\[1\]: has no rank_id; it has device_id, device_ip",
+            r"device\[1\]: no field 'rank_id'; it has device_id, device_ip",
         ),
-        (change(ONE_SERVER, **{f"{DEVICE}__device_id": ...}), r"device\[1\]: has no device_id"),
+        (change(ONE_SERVER, **{f"{DEVICE}__device_id": ...}), r"device\[1\]: no field 'device_id'"),
         (change(ONE_SERVER, **{f"{DEVICE}__rank_id": "-1"}), "rank_id is '-1', expected a whole number of at least 0"),
+        (change(ONE_SERVER, **{f"{DEVICE}__rank_id": "9" * 5000}), "rank_id is '9999.*, expected a whole number"),
         (change(ONE_SERVER, **{f"{DEVICE}__rank_id": True}), "rank_id is True"),
         (change(ONE_SERVER, **{f"{DEVICE}__rank_id": 1.0}), "rank_id is 1.0"),
         (change(ONE_SERVER, **{f"{DEVICE}__device_ip": 5}), "device_ip is 5, expected a string"),
-        (change(ONE_SERVER, **{f"{DEVICE}__device_id": "0"}), "device_id 0 appears twice on server 10.155.111.140"),
         (
-            change(ONE_SERVER, **{f"{DEVICE}__rank_id": "3"}),
-            "rank_id 3 appears twice, as server .*, device 1, and as server .*, device 3",
+            change(ONE_SERVER, **{f"{DEVICE}__device_id": "0"}),
+            r"server_list\[0\], server 10.155.111.140: device_id 0 appears twice",
         ),
+        (change(ONE_SERVER, **{f"{DEVICE}__rank_id": "3"}), "rank_id 3 appears twice"),
         (
             change(ONE_SERVER, **{f"{DEVICE}__rank_id": "9"}),
             "has 4 ranks, expected rank_id 0 to 3; missing: 1; found: 0, 2, 3, 9",
@@ -192,36 +191,32 @@ def test_files_are_read_and_named_when_they_cannot_be(tmp_path):
         table = RankTable.load(place)
         assert table.size == 4 and table.source == f"rank table {path}" and RankTable.load(table) is table
     path.write_text("{'version': 1}")
-    with pytest.raises(RankTableError, match=r"rank table .*hccl.json is not JSON: Expecting property name"):
+    with pytest.raises(RankTableError, match=r"rank table .*hccl.json: not JSON: .Expecting property name"):
         RankTable.load(path)
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RankTableError, match="hccl.json is not JSON"):
+    with pytest.raises(RankTableError, match="hccl.json: not JSON"):
         RankTable.load(path)
-    with pytest.raises(RankTableError, match=r"missing.json cannot be read: No such file"):
+    with pytest.raises(RankTableError, match=r"missing.json: cannot be read: .*No such file"):
         RankTable.load(tmp_path / "missing.json")
     with path.open("wb") as file:
         file.truncate(MOST_BYTES + 1)
-    with pytest.raises(RankTableError, match=f"hccl.json cannot be read: longer than {MOST_BYTES} bytes"):
+    with pytest.raises(RankTableError, match=f"hccl.json: cannot be read: .*longer than {MOST_BYTES} bytes"):
         RankTable.load(path)
 
 
-def test_what_is_no_regular_file_is_not_read(tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    with writer_of(pipe), pytest.raises(RankTableError, match="pipe cannot be read: not a regular file"):
-        RankTable.load(pipe)
-    for place in ("/dev/zero", tmp_path):
-        with pytest.raises(RankTableError, match="cannot be read: not a regular file"):
-            RankTable.load(place)
+@pytest.mark.parametrize("place", ["/dev/zero", "/tmp"])
+def test_what_is_no_regular_file_is_not_read(place):
+    with pytest.raises(RankTableError, match="cannot be read: .*not a regular file"):
+        RankTable.load(place)
 
 
-def test_a_pipe_to_which_nobody_writes_is_not_waited_for(tmp_path: Path) -> None:
-    """In a process of its own, which can be ended where it waits."""
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    code = f"from thinwire.comm import RankTable; RankTable.load({str(pipe)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "RankTableError" in done.stderr and "not a regular file" in done.stderr
+def test_odd_ranks_and_paths_are_refused():
+    for rank in ("0", None, 1.0, True, 2**70, -1, 4):
+        with pytest.raises(RankTableError, match="has no rank"):
+            RankTable.load(ONE_SERVER).entry(rank)
+    for path, told in ((7, "rank_table is a int"), (b"1", "rank_table is a bytes"), ("a\0b", "cannot be read")):
+        with pytest.raises(RankTableError, match=told):
+            RankTable.load(path)
 
 
 def test_on_cuda_the_tables_device_is_taken(monkeypatch):

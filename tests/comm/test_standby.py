@@ -20,8 +20,8 @@ from thinwire import first_run
 from thinwire.comm.agreement import boards, standby
 from thinwire.comm.agreement.boards import CONNECT_SECONDS, LOST, Address, Boards, Notes, Unanswered
 from thinwire.comm.agreement.standby import Standby
-from thinwire.comm.shaped_json import decode
 from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
+from thinwire.fields import decode
 
 
 def gathers(*peers: list[Any]) -> Callable[[object, Any], list[Any]]:

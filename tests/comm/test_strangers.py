@@ -214,4 +214,4 @@ def test_what_a_stranger_sends_is_not_run(name: str, tmp_path: Path) -> None:
 
 def test_what_is_missing_of_a_message_reads_as_zeros(tmp_path: Path) -> None:
     told, _ = run_ranks(_meet_a_stranger, 2, "counts", free_port(), str(tmp_path), 40)
-    assert "rank 1 sent 41 bytes that are not JSON: Invalid control character" in told, told
+    assert "rank 1 sent 41 bytes: not JSON: 'Invalid control character" in told, told

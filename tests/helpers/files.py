@@ -1,13 +1,18 @@
-"""What a process has open or mapped."""
+"""What a process has open or mapped, and what it reads of checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-import threading
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from thinwire.moe import checkpoint
 
 
 def open_files() -> list[str]:
@@ -39,19 +44,40 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@contextlib.contextmanager
-def writer_of(pipe: Path) -> Iterator[None]:
-    """Has somebody open a named pipe to write nothing, so that who waits for a writer does not wait for ever."""
-    writer = threading.Thread(target=lambda: os.close(os.open(pipe, os.O_WRONLY)))
-    writer.start()
-    try:
-        yield
-    finally:
-        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-        writer.join()
-        os.close(reader)
-
-
 def unnumbered(name: str) -> str:
     """What a tensor of a sharded layer's experts is called in a layer that has all of them, and in a checkpoint."""
     return name.partition("_of_")[0]
+
+
+def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Names of tensors that are read of safetensors files from now on, with the number of elements, each time."""
+    record: list[tuple[str, int]] = []
+
+    class Recording:
+        """What `safe_open` gives, or `get_slice`."""
+
+        def __init__(self, inner: Any, name: str = "") -> None:
+            self.inner, self.name = inner, name
+
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(self.inner, attribute)
+
+        def __enter__(self) -> Recording:
+            return Recording(self.inner.__enter__())
+
+        def __exit__(self, *exception: object) -> None:
+            self.inner.__exit__(*exception)
+
+        def __getitem__(self, index: Any) -> torch.Tensor:
+            record.append((self.name, self.inner[index].numel()))
+            return self.inner[index]
+
+        def get_slice(self, name: str) -> Recording:
+            return Recording(self.inner.get_slice(name), name)
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            record.append((name, self.inner.get_tensor(name).numel()))
+            return self.inner.get_tensor(name)
+
+    monkeypatch.setattr(checkpoint, "safe_open", lambda *args, **options: Recording(safe_open(*args, **options)))
+    return record

@@ -118,7 +118,7 @@ def misused(comm: Communicator, folder: str) -> None:
         model.register_buffer("odd", torch.zeros(2 + comm.rank))
         refused("ranks have different models: rank 1 has odd, F32")
         model.odd = torch.zeros(2, dtype=torch.complex128)
-        refused("complex128 cannot be stored")
+        refused("odd is torch.complex128, which cannot be stored")
         model.odd = torch.zeros(2)
         if comm.rank == 1:
             model.extra = nn.Parameter(torch.zeros(1))
@@ -191,7 +191,6 @@ def only_one(comm: Communicator, path: str) -> list[str]:
         for odd in (
             {"metadata": {"steps": 20}},
             {"metadata": 5},
-            {"metadata": {"a": "\ud800"}},
             {"dtype": torch.int32},
             {"path": 5},
             {"path": f"{path}.other"},
@@ -210,10 +209,10 @@ def only_one(comm: Communicator, path: str) -> list[str]:
 
 def test_what_one_rank_cannot_store_is_an_error_on_all(tmp_path: Path) -> None:
     first, second = run_ranks(only_one, 2, str(tmp_path / "model.safetensors"), mode="thread")
-    assert all("rank 1 could not describe its model" in said for said in first[:4]) and len(first) == 7
-    assert ["metadata" in said for said in second] == [True] * 3 + [False] * 4
-    assert "rank 1 could not take its path" in first[4] and "path is a int" in second[4]
-    for told in (*first[5:], *second[5:]):
+    assert all("rank 1 could not describe its model" in said for said in first[:3]) and len(first) == 6
+    assert ["metadata" in said for said in second] == [True] * 2 + [False] * 4
+    assert "rank 1 could not take its path" in first[3] and "path is a int" in second[3]
+    for told in (*first[4:], *second[4:]):
         assert "a checkpoint" in told and f"{tmp_path}/model.safetensors" in told
     assert not list(tmp_path.iterdir())
 
@@ -221,8 +220,8 @@ def test_what_one_rank_cannot_store_is_an_error_on_all(tmp_path: Path) -> None:
 def test_what_a_killed_process_left_goes_with_the_next_save(tmp_path: Path) -> None:
     code = """if True:
         import os, signal, sys, torch, thinwire as tw
-        from thinwire.moe import checkpoint_writer
-        checkpoint_writer.write_at = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        from thinwire.moe import checkpoint
+        checkpoint.write_rows = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         tw.save_checkpoint(torch.nn.Linear(2, 2), sys.argv[1])
     """
     path = tmp_path / "model.safetensors"

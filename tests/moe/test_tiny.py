@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from tests.helpers.files import unnumbered
 from thinwire.errors import CheckpointError
-from thinwire.moe.checkpoint_writer import save_checkpoint
+from thinwire.moe.checkpoint import save_checkpoint
 from thinwire.moe.tiny import TINY_MOE_PATH, TinyMoE, TinyMoEConfig, bits_per_byte, load_tiny_moe, text_windows
 
 SMALL = TinyMoEConfig(hidden_size=32, num_layers=2, num_heads=2, num_experts=4, ff_size=16, context=24)

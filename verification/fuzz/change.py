@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Change", "json_behind", "json_in_lines", "safetensors_header", "words_in_lines"]
+__all__ = ["Change", "json_behind", "json_in_lines", "words_in_lines"]
 
 #: Another input out of one.
 Change = Callable[[random.Random, bytes], bytes]
@@ -125,15 +125,3 @@ def words_in_lines(rng: random.Random, data: bytes) -> bytes:
     else:
         lines[place] = name + b"=" + changed_bytes(rng, value)
     return b"\n".join(lines)
-
-
-def safetensors_header(rng: random.Random, data: bytes) -> bytes:
-    """Of a safetensors file: eight bytes of length, so long a header in JSON, and tensors."""
-    length = int.from_bytes(data[:8], "little")
-    header, tensors = data[8 : 8 + length], data[8 + length :]
-    if rng.random() < 0.3:
-        tensors = changed_bytes(rng, tensors)
-    else:
-        header = changed_json(rng, header)
-    length = len(header) if rng.random() < 0.9 else rng.choice((0, len(header) + 1, 2**62, 2**64 - 1, len(data)))
-    return length.to_bytes(8, "little") + header + tensors

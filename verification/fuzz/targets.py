@@ -14,36 +14,29 @@ import json
 import os
 import socket
 import struct
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tests.helpers.guarded import guarded, guarded_copy
 from tests.helpers.wires import DTYPES, WIRES, assert_same_bits
 from thinwire.comm.agreement import boards, meeting, standby
 from thinwire.comm.launch.launchers import discover
 from thinwire.comm.launch.rank_table import RankTable
-from thinwire.comm.shaped_json import OneOf, decode, encode
-from thinwire.errors import ArgumentError, CheckpointError, RankTableError, ThinwireError, WireFormatError
+from thinwire.errors import ArgumentError, RankTableError, ThinwireError, WireFormatError
+from thinwire.fields import OneOf, decode, encode
 from thinwire.flight import FORMAT, VERSION, parse_flight, read_flight
 from thinwire.fused.codec import WireRows, dequantize
-from thinwire.moe.checkpoint import load_checkpoint, read_metadata
-from thinwire.moe.checkpoint_writer import save_checkpoint
-from thinwire.moe.layer import MoELayer
 from thinwire.tools.flight_report import report
 from thinwire.triton_kernels.codec_reference import dequantize_reference
 from thinwire.triton_kernels.cpu.pack import unpack_rows
 from thinwire.wire import WireFormat
-from verification.fuzz.change import Change, json_behind, json_in_lines, safetensors_header, words_in_lines
-from verification.fuzz.pretrained import change_file, pretrained
+from verification.fuzz.change import Change, json_behind, json_in_lines, words_in_lines
 
 __all__ = ["TARGETS", "Target"]
 
@@ -255,37 +248,6 @@ def rank_table(data: bytes) -> bool:
     return True
 
 
-def model() -> nn.Module:
-    """One with every kind of tensor that a checkpoint may hold: experts, floats, whole numbers, truths."""
-    made = nn.Sequential(MoELayer(2, 3, 2, 1), nn.Linear(2, 1))
-    made.register_buffer("steps", torch.tensor([3], dtype=torch.int32))
-    made.register_buffer("flags", torch.tensor([True, False]))
-    for parameter in made.parameters():
-        nn.init.ones_(parameter)
-    return made
-
-
-def checkpoint(data: bytes) -> bool:
-    into, before = model(), model().state_dict()
-    with _file(data) as path:
-        try:
-            metadata = read_metadata(path)
-        except CheckpointError:
-            metadata = None
-        try:
-            assert load_checkpoint(into, path) == metadata
-        except CheckpointError:
-            assert all(torch.equal(before[name], tensor) for name, tensor in into.state_dict().items()), "half loaded"
-            return metadata is not None
-    with tempfile.TemporaryDirectory() as folder:
-        saved, again = Path(folder) / "saved", model()
-        save_checkpoint(into, saved, metadata)
-        assert load_checkpoint(again, saved) == metadata
-        for name, tensor in into.state_dict().items():
-            torch.testing.assert_close(again.state_dict()[name], tensor, rtol=0, atol=0, equal_nan=True)
-    return True
-
-
 def flight(data: bytes) -> bool:
     """A line for each rank's file, of what their flight recorders wrote."""
     flights = []
@@ -313,7 +275,5 @@ TARGETS: dict[str, Target] = {
     "meeting_store": Target(meeting_store, None),
     "launcher": Target(launcher, words_in_lines),
     "rank_table": Target(rank_table, json_behind(0)),
-    "checkpoint": Target(checkpoint, safetensors_header),
-    "pretrained": Target(pretrained, change_file),
     "flight": Target(flight, json_in_lines),
 }

@@ -15,7 +15,7 @@ pytest.importorskip("numba", reason="the CPU kernels need numba")
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from thinwire.comm.shaped_json import OneOf, decode, encode
+from thinwire.fields import OneOf, decode, encode
 from verification.fuzz.__main__ import CORPUS, MOST_BYTES, main
 from verification.fuzz.change import changed_bytes
 from verification.fuzz.targets import SHAPES, TARGETS, Target

@@ -1,10 +1,9 @@
-"""What ranks tell each other of settings arrives as it was sent, and what no rank would send is refused."""
+"""JSON of others: messages between ranks arrive as they were sent, and what does not fit is refused by name."""
 
 from __future__ import annotations
 
 import ast
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,21 @@ import torch
 
 import thinwire
 from thinwire.comm import Communicator
-from thinwire.comm.shaped_json import MOST_BYTES, OneOf, decode, encode
-from thinwire.errors import CountsError, ThinwireError
+from thinwire.errors import CheckpointError, CountsError, ThinwireError
+from thinwire.fields import (
+    MOST_BYTES,
+    Fields,
+    OneOf,
+    decode,
+    encode,
+    just,
+    list_of,
+    number,
+    one_of,
+    or_none,
+    text_of,
+    within,
+)
 from thinwire.testing import run_ranks
 
 ROOT = Path(thinwire.__file__).parent
@@ -74,66 +86,73 @@ def test_what_does_not_fit_is_not_sent(value: object, shape: Any) -> None:
         encode(value, shape)
 
 
-HOSTILE = {
-    "a pickle": (b"\x80\x04cposix\nsystem\n(S'true'\ntR.", "not JSON"),
-    "nothing": (b"", "not JSON"),
-    "cut short": (b'["a', "not JSON"),
-    "cut short and filled up": (b'["a"' + bytes(20), "not JSON"),
-    "two values": (b"1 2", "not JSON"),
-    "not UTF-8": (b'"\xff"', "not JSON"),
-    "UTF-16": ('"abc"'.encode("utf-16"), "not JSON"),
-    "deep lists": (b"[" * 200_000, "not JSON"),
-    "deep lists that end": (b"[" * 100_000 + b"]" * 100_000, "not JSON"),
-    "deep objects": (b'{"a":' * 100_000, "not JSON"),
-    "a key twice": (b'{"a":1,"a":2}', "not JSON.*appears twice"),
-    "a long key twice": (b'{"%(key)b":1,"%(key)b":2}' % {b"key": b"k" * 9999}, "not JSON.*appears twice"),
-    "a number of many digits": (b"1" * 100_000, "not JSON.*a number of 100000 digits"),
-    "a fraction of many digits": (b"0." + b"1" * 100_000, "not JSON.*digits"),
-    "65 bits": (str(2**63).encode(), "sent '9223372036854775808', expected int"),
-    "infinity": (b"Infinity", "expected int"),
-    "a large exponent": (b"1e999", "expected int"),
-    "NaN": (b"NaN", "expected int"),
-    "a bool": (b"true", "expected int"),
-    "text": (b'"1"', "expected int"),
-    "a terminal's commands": (b'"\x1b[2J"', "not JSON"),
+REFUSED = {
+    "a pickle": (b"\x80\x04cposix\nsystem\n(S'true'\ntR.", int, "not JSON"),
+    "nothing": (b"", int, "not JSON"),
+    "cut short": (b'["a', int, "not JSON"),
+    "two values": (b"1 2", int, "not JSON"),
+    "not UTF-8": (b'"\xff"', int, "not JSON"),
+    "UTF-16": ('"abc"'.encode("utf-16"), int, "not JSON"),
+    "deep lists": (b"[" * 200_000, int, "not JSON"),
+    "65 bits": (str(2**63).encode(), int, "sent 9223372036854775808, expected int"),
+    "infinity": (b"Infinity", float, "sent inf, expected float"),
+    "NaN": (b"NaN", float, "sent nan, expected float"),
+    "a bool": (b"true", int, "expected int"),
+    "text": (b'"1"', int, "expected int"),
+    "too short a list": (b"[1]", (int, int), r"sent \[1\], expected \(int, int\)"),
+    "too long a list": (b"[1,2,3]", (int, int), r"expected \(int, int\)"),
+    "an object of others": (b'{"a":1}', {str: str}, r"expected \{str: str\}"),
+    "a list of others": (b"[1]", [str | None], r"expected \[str \| None\]"),
+    "none of several": (b"[1,2]", OneOf((str, str), (int,)), r"expected \(str, str\) or \(int,\)"),
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_what_no_rank_would_send_is_refused_by_name(name: str) -> None:
-    message, told = HOSTILE[name]
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_message_that_does_not_fit_is_refused_by_name(name: str) -> None:
+    message, shape, told = REFUSED[name]
     with pytest.raises(ThinwireError, match=f"rank 3 .*{told}") as caught:
-        decode(message, int, "rank 3")
+        decode(message, shape, "rank 3")
     assert len(str(caught.value)) < 500 and str(caught.value).isprintable()
 
 
-def test_a_key_that_is_there_twice_among_many_is_found_at_once() -> None:
-    keys = [*range(90_000), 89_999]  # comparing each with each would take minutes
-    start = time.process_time()
-    with pytest.raises(ThinwireError, match="the key '89999' appears twice"):
-        decode(b"{%b}" % b",".join(b'"%d":0' % key for key in keys), {str: int}, "rank 3")
-    assert time.process_time() - start < 20
+FIELD = {
+    "text": (
+        text_of(3),
+        ["a", "\u00e9t\u00e9", ""],
+        ["long", "a\n", 1, None],
+        "printable text of at most 3 characters",
+    ),
+    "just": (just(1), [1], [True, 1.0, "1", None], "1, the one that can be read"),
+    "one of": (one_of(("a", "b")), ["a"], ["c", None, ["a"], {}], "one of a, b"),
+    "number": (number("a number of seconds", 9), [0, 8.5], [-1, 9, True, "1", float("nan")], "a number of seconds"),
+    "range": (within(1, 3), [1, 3], [0, 4, True, 2.0, "2"], "an int from 1 to 3"),
+    "or none": (or_none(within(1, 3)), [None, 2], [0], "an int from 1 to 3"),
+    "list": (list_of(within(1, 3), 2), [(), (1, 3)], [[1, 2, 3], 1, "12", [0]], "a list of at most 2|an int from 1"),
+    "not empty": (list_of(within(1, 3), 2, 1), [(1,)], [[], [1, 2, 3]], "a list of 1 to 2"),
+}
 
 
-@pytest.mark.parametrize("message", [b"Infinity", b"-Infinity", b"NaN", b"1e999"])
-def test_numbers_that_are_not_finite_fit_no_shape(message: bytes) -> None:
-    with pytest.raises(ThinwireError, match="expected float"):
-        decode(message, float, "rank 3")
+@pytest.mark.parametrize("name", FIELD)
+def test_a_field_is_what_its_check_says_or_refused_by_name(name: str) -> None:
+    check, taken, refused, told = FIELD[name]
+    for value in taken:
+        assert Fields({"x": value}, "file").get("x", check) == value
+    for value in refused:
+        with pytest.raises(CheckpointError, match=f"^file: x is .*, expected ({told})"):
+            Fields({"x": value}, "file", CheckpointError).get("x", check)
 
 
-@pytest.mark.parametrize(
-    ("message", "shape", "told"),
-    [
-        (b"[1]", (int, int), r"\[int, int\]"),
-        (b"[1,2,3]", (int, int), r"\[int, int\]"),
-        (b'{"a":1}', {str: str}, r"\{str: str\}"),
-        (b"[1]", [str | None], r"\[str \| None, \.\.\.\]"),
-        (b"[1,2]", OneOf((str, str), (int,)), r"\[str, str\] or \[int\]"),
-    ],
-)
-def test_the_error_says_what_was_expected(message: bytes, shape: Any, told: str) -> None:
-    with pytest.raises(ThinwireError, match=f"rank 3 sent .*, expected {told}"):
-        decode(message, shape, "rank 3")
+def test_a_field_that_is_missing_is_named_and_so_is_the_place_of_one_within() -> None:
+    fields = Fields({"a": 1, "b": [{"c": 1}, {"c": 0}], "d": 7}, "file")
+    assert fields.get(("z", "a"), within(0, 9)) == 1 and fields.get("z", within(0, 9), 5) == 5
+    with pytest.raises(ThinwireError, match="^file: no field 'y' or 'z'; it has a, b, d$"):
+        fields.get(("y", "z"), within(0, 9))
+    with pytest.raises(ThinwireError, match=r"^file: b\[1\]: c is 0, expected an int from 1 to 9$"):
+        fields.get("b", list_of(lambda value: Fields(value, "").get("c", within(1, 9)), 2))
+    with pytest.raises(ThinwireError, match="^file: d: 7, expected an object$"):
+        fields.get("d", lambda value: Fields(value, ""))
+    with pytest.raises(ThinwireError, match="^file: 'x', expected an object$"):
+        Fields("x", "file")
 
 
 def _tell(comm: Communicator) -> list[Any]:
@@ -180,7 +199,7 @@ def _send(comm: Communicator, message: bytes) -> str:
 @pytest.mark.parametrize("mode", ["process", "thread"])
 def test_what_a_peer_sends_is_decoded_and_the_peer_is_named(mode: str) -> None:
     (told, _) = run_ranks(_send, 2, b"[1]", mode=mode)
-    assert told == "rank 1 sent '[1]', expected str"
+    assert told == "rank 1 sent [1], expected str"
 
 
 def _send_a_negative_count(comm: Communicator) -> None:
