@@ -17,8 +17,8 @@ WHEEL := $(if $(filter cpu,$(TORCH)),torch --index-url https://download.pytorch.
 WORKERS ?= 2
 PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all checks exhaustive test-frameworks test-vllm test-integrations lint types imports ahead-of-time \
-	docs soak fuzz protocol serve-check bench clean
+.PHONY: demo test test-all checks exhaustive test-frameworks test-vllm test-integrations lint types imports budgets \
+	ahead-of-time docs soak fuzz protocol serve-check bench clean
 
 demo: $(VENV)/runs
 	$(RUN) -m thinwire demo
@@ -32,7 +32,7 @@ test: $(VENV)/ready
 test-all: test
 	$(MAKE) checks exhaustive test-frameworks test-vllm
 
-checks: lint types imports docs ahead-of-time
+checks: lint types imports budgets docs ahead-of-time
 
 # Of these tests every Nth from the Kth on, with PART=K/N.
 PART ?= 1/1
@@ -84,6 +84,10 @@ types: $(VENV)/ready
 
 imports: $(VENV)/ready
 	$(VENV)/bin/lint-imports
+
+# Lines of each part, of which none may have more than its budget.
+budgets: $(VENV)/ready
+	$(RUN) -m verification.budgets
 
 ahead-of-time: $(VENV)/ready
 	$(RUN) -m verification.ahead_of_time.matrix
