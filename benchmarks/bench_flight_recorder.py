@@ -27,7 +27,8 @@ import torch
 
 from benchmarks import timing
 from thinwire.comm import Communicator
-from thinwire.comm.recorder.flight_recorder import INSIDE, Entry, FlightRecorder
+from thinwire.comm.call import Recorder
+from thinwire.comm.recorder import INSIDE, Entry
 from thinwire.errors import TransportUnavailable
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
@@ -41,11 +42,12 @@ _LOOP, _LOOPS = 1000, 40  # calls of a loop, and loops for each repeat
 _ELEMENTS = 64  # of a row
 
 
-class RecorderOff(FlightRecorder):
+class RecorderOff(Recorder):
     """One that keeps nothing: every call is made within another, which nobody reads."""
 
     def __init__(self) -> None:
         self.current = [None] * (INSIDE + 1)
+        self._ranges = []
 
     def take_turn(self) -> None:
         return
@@ -60,7 +62,7 @@ class RecorderOff(FlightRecorder):
         return "flight recorder: off"
 
 
-def entry_cost(recorder: FlightRecorder, repeats: int) -> float:
+def entry_cost(recorder: Recorder, repeats: int) -> float:
     """Nanoseconds of an entry, in the fastest of many short loops: what else the machine does makes others slower."""
     x, wire, counts = torch.ones(2, _ELEMENTS), WireFormat.parse("int8"), [1, 1]
     shape, dtype = x.shape, x.dtype  # a call looks at them anyway
@@ -86,7 +88,7 @@ def entry_cost(recorder: FlightRecorder, repeats: int) -> float:
 
 def measure(comm: Communicator, repeats: int, sample_seconds: float) -> dict[str, Any]:
     """One rank's part: the samples of every call with and without, and the bytes of its tensor."""
-    recorders = {"off": RecorderOff(), "on": FlightRecorder(comm.rank, comm.size, "a benchmark", "gloo", comm.timeout)}
+    recorders = {"off": RecorderOff(), "on": Recorder(comm.rank, comm.size, "a benchmark", "gloo", comm.timeout)}
     calls: dict[str, Callable[[], object]] = {}
     num_bytes = {}
     for rows in (2, 128):
@@ -117,7 +119,7 @@ def _all_reduce(comm: Communicator, x: torch.Tensor, out: torch.Tensor, wire: st
     return lambda: all_reduce(x, out=out, wire=wire, comm=comm, transport="direct")
 
 
-def _with(comm: Communicator, recorder: FlightRecorder, call: Callable[[], object]) -> Callable[[], object]:
+def _with(comm: Communicator, recorder: Recorder, call: Callable[[], object]) -> Callable[[], object]:
     def run() -> None:
         comm.recorder = recorder
         call()
@@ -150,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     described = timing.machine(timing.check_device("cpu"))
     timing.print_machine(described)
     entries = {
-        "on": entry_cost(FlightRecorder(0, 1, "a benchmark", "none", 1.0), options.repeats),
+        "on": entry_cost(Recorder(0, 1, "a benchmark", "none", 1.0), options.repeats),
         "off": entry_cost(RecorderOff(), options.repeats),
     }
     verdict = "reached" if entries["on"] <= GOAL else "not reached"

@@ -31,7 +31,7 @@ from benchmarks import timing
 from thinwire.comm import Communicator
 from thinwire.moe.config import ParallelSettings
 from thinwire.moe.parallel import ExpertParallel
-from thinwire.tools.planning.traffic import plan_traffic
+from thinwire.tools.planning.plan import plan_traffic
 
 COLUMNS = {
     "transport": "s", "wire": "s", "tokens": "d", "plain": ".2f", "inv.": ".2f", "bf16": ".2f", "ms plain": ".2f",

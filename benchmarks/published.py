@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from thinwire.tools.planning.model import LINKS, seconds_over
-from thinwire.tools.planning.traffic import reach
+from thinwire.tools.planning.plan import reach
 
 _HIDDEN, _EXPERTS, _TOP_K = 7168, 256, 8
 _ROW_BYTES = {

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from thinwire.comm.recorder.flight_recorder import Call, FlightRecorder
+from thinwire.comm.call import Call, Recorder
 from thinwire.comm.resources.result_memory import ResultMemory
 from thinwire.comm.tensors import is_int
 from thinwire.comm.work import Work
@@ -69,7 +69,7 @@ class Calls:
     result_memory: ResultMemory  # where new results lie
     prepared: dict[object, Any]  # what operations keep for calls that differ in their tensors alone
     num_programs: int | None = None  # see `programs`
-    recorder: FlightRecorder  # for what is no call, or outlives it
+    recorder: Recorder  # for what is no call, or outlives it
     _attachments: dict[str, Attachment]
     _unfinished: list[Work[None]]  # collectives with steps that are still to be posted
     _ended: str | None = None  # why it is of no use here any more, in a forked process or after an interrupt

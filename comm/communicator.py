@@ -37,7 +37,7 @@ from thinwire.comm.groups import (
 from thinwire.comm.host_collectives import Origin, describe_mismatch
 from thinwire.comm.hosts import describe, host_name, hosts_of
 from thinwire.comm.layouts.layout import Layout, TensorLayout, resolve_groups
-from thinwire.comm.recorder.flight_files import VARIABLE
+from thinwire.comm.recorder import VARIABLE
 from thinwire.comm.tensors import is_seconds
 from thinwire.comm.threads import ThreadExchange, ThreadWorld
 from thinwire.errors import ArgumentError, ConfigMismatch, PeerTimeout, ThinwireError, TransportUnavailable

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.comm.call import Recorder
 from thinwire.comm.calls import Attachment, Calls
 from thinwire.comm.exchange import Buffers, Exchange, Posted, Sizes, name_ranks
 from thinwire.comm.groups import group_exists
 from thinwire.comm.hosts import Hosts
-from thinwire.comm.recorder.flight_files import is_off
-from thinwire.comm.recorder.flight_recorder import FlightRecorder
+from thinwire.comm.recorder import is_off
 from thinwire.comm.resources.cpu_share import CpuShare, cpu_share
 from thinwire.comm.resources.result_memory import ResultMemory
 from thinwire.comm.tensors import is_plain, require_dense
@@ -80,7 +80,7 @@ class HostCollectives(Calls, ABC):
         self._exchange, self._device, self._origin, self._group = exchange, device, origin, group
         self._closed, self.hosts = False, (tuple(range(exchange.size)),)  # until the ranks have told theirs
         self._store: dist.Store | None = None  # of a standalone group
-        self.recorder = FlightRecorder(
+        self.recorder = Recorder(
             exchange.rank, exchange.size, origin.ranks, exchange.backend, exchange.timeout,
             writes=recorded and not is_off(),
         )  # fmt: skip

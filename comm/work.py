@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from thinwire.comm.recorder.flight_recorder import PendingCall
+from thinwire.comm.call import PendingCall
 from thinwire.compiler import opaque
 from thinwire.errors import ThinwireError
 

@@ -16,10 +16,10 @@ from types import ModuleType
 
 import torch
 
+from thinwire.comm.call import Recorder
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Exchange
 from thinwire.comm.memory.symmetric import SymmetricMemory
-from thinwire.comm.recorder.flight_recorder import FlightRecorder
 from thinwire.errors import CapacityError, ConfigMismatch, ThinwireError
 from thinwire.fused.backend import select_backend
 from thinwire.fused.counts import Segments
@@ -143,10 +143,10 @@ class DirectCollectives(LegTransport):
         timeout: float,
         kernels: ModuleType,
         voters: Exchange | None = None,
-        recorder: FlightRecorder | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         super().__init__(KEY, memory, layout, rank, timeout, voters)
-        self._phase = (recorder or FlightRecorder(rank, layout.WORLD, KEY, "", timeout, writes=False)).phase
+        self._phase = (recorder or Recorder(rank, layout.WORLD, KEY, "", timeout, writes=False)).phase
         self._kernels = kernels
         self._words = self.report.data  # the same, of which a word is read sooner
         self._under_way = False  # whether a call is in the kernels

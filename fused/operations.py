@@ -17,8 +17,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from thinwire.comm import Communicator, communicator_or_default
+from thinwire.comm.call import Recorder
 from thinwire.comm.launch.bootstrap import find_communicator
-from thinwire.comm.recorder.flight_recorder import FlightRecorder
 from thinwire.compiler import compiled_as, opaque
 from thinwire.errors import ThinwireError
 from thinwire.fused.gradients import Operation
@@ -50,7 +50,7 @@ _NOT_HELD = {"comm", "out", "async_op"}  # by operators, which know the group by
 _OF_FORWARD = ("anchor", "x", "op", "wire", "gather_wire")  # and not of backward
 
 
-def _recorder_of(_: object, named: dict[str, Any]) -> FlightRecorder:
+def _recorder_of(_: object, named: dict[str, Any]) -> Recorder:
     comm = named.get("comm")
     found: Communicator = comm if type(comm) is Communicator else communicator_or_default(comm)
     return found.recorder

@@ -21,13 +21,14 @@ from thinwire.fused.backend import RoundKernels
 from thinwire.fused.counts import new_rows
 from thinwire.fused.direct_transport import compiled_for
 from thinwire.moe.direct_lanes import DirectLanes
-from thinwire.moe.dispatched import Dispatched, Traffic
+from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.plan import SendPlan
 from thinwire.moe.received import Arrived, Records, check_capacity
 from thinwire.triton_kernels import signal
 from thinwire.triton_kernels.launch import kept
 from thinwire.triton_kernels.list_records import lane_of_records, list_records
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, DTYPE_CODES, Lane
+from thinwire.wire import Traffic
 
 
 class DirectRounds(DirectLanes):

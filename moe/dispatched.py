@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -26,24 +25,10 @@ from thinwire.moe.quantized import QuantizedRows, combined_records, require_rows
 from thinwire.moe.received import Arrived, Records, RowRouting, check_capacity, experts_of, take
 from thinwire.moe.round_transport import OnLane, Rounds
 from thinwire.triton_kernels.round_layout import ABANDONED
+from thinwire.wire import Traffic
 
 #: What experts give back.
 ExpertRows = torch.Tensor | WireRows
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What a leg of a round sends from this rank to other ranks; rows that stay are not counted.
-
-    Attributes:
-        rows: records sent.
-        logical_bytes: what the rows hold in their own dtype.
-        wire_bytes: what is sent instead: records, and on the dispatch leg expert ids and router weights too.
-    """
-
-    rows: int
-    logical_bytes: int
-    wire_bytes: int
 
 
 class Dispatched(OnLane, ABC):
@@ -434,10 +419,9 @@ class Dispatched(OnLane, ABC):
         """
 
     def _traffic(self, counts: Sequence[int], record_bytes: int, beside: int = 0) -> Traffic:
-        """Of a leg with so many records for each rank, and so many bytes beside them."""
+        """Of a leg of this round; see `Traffic.of`."""
         config = self._rounds.config
-        rows = sum(counts) - counts[config.comm.rank]
-        return Traffic(rows, rows * config.hidden_size * self._dtype.itemsize, rows * record_bytes + beside)
+        return Traffic.of(counts, config.comm.rank, config.hidden_size, self._dtype, record_bytes, beside)
 
     def _require_open(self) -> None:
         if not self.is_open:

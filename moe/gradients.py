@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thinwire.comm.recorder.flight_recorder import FlightRecorder
+from thinwire.comm.call import Recorder
 from thinwire.compiler import GraphNode
 from thinwire.errors import RoutingError
 from thinwire.fused.counts import new_rows
@@ -137,7 +137,7 @@ class RoundGradients:
 
     plan: GradientPlan  # from when the round has been dispatched
 
-    def __init__(self, topk_ids: torch.Tensor, recorder: FlightRecorder) -> None:
+    def __init__(self, topk_ids: torch.Tensor, recorder: Recorder) -> None:
         self._ids, self._recorder = topk_ids, recorder
         self._is_open = False  # between its two legs
         self._forget()

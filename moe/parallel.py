@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 import torch
 
 from thinwire.comm import Communicator, Group
+from thinwire.comm.call import Recorder
 from thinwire.comm.groups import group_of
-from thinwire.comm.recorder.flight_recorder import FlightRecorder
 from thinwire.comm.tensors import is_transforming, require_dense
 from thinwire.compiler import compiled_as, opaque
 from thinwire.errors import LaneError, RoutingError, ThinwireError
@@ -39,8 +39,8 @@ from thinwire.wire import WireFormat
 _MOST_GENERATIONS = 1 << 31
 
 
-def _recorder_of(arguments: tuple[Any, ...], _: object) -> FlightRecorder:
-    recorder: FlightRecorder = arguments[0].comm.recorder
+def _recorder_of(arguments: tuple[Any, ...], _: object) -> Recorder:
+    recorder: Recorder = arguments[0].comm.recorder
     return recorder
 
 

@@ -30,12 +30,13 @@ from thinwire.fused.direct_transport import compiled_for
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct import row_like
 from thinwire.moe.direct_gradients import BackwardRounds
-from thinwire.moe.dispatched import Dispatched, Traffic
+from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.two_level_lanes import EXACT, TwoLevelLanes, TwoLevelRound
 from thinwire.triton_kernels.forward import forward_tokens
 from thinwire.triton_kernels.launch import kept
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, Lane, RoundLayout
 from thinwire.triton_kernels.signal import CONTROL_EPOCH, CONTROL_STATUS, REPORT_EPOCH, SIGNAL_FLAG, SIGNAL_LINE_BYTES
+from thinwire.wire import Traffic
 
 _EPOCH_BITS = 24  # of a lane's epochs, until one could be another's
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from thinwire.comm.call import Call
 from thinwire.comm.exchange import name_ranks
-from thinwire.comm.recorder.flight_recorder import Call
 from thinwire.comm.tensors import is_plain
 from thinwire.errors import CapacityError, LaneError, RoutingError, ThinwireError
 from thinwire.moe.config import ParallelConfig

@@ -11,12 +11,13 @@ from thinwire.errors import RoutingError, ThinwireError
 from thinwire.fused.counts import new_rows
 from thinwire.fused.staged import StagedExchange, dense_segments
 from thinwire.moe.config import ROUND_DTYPES, ParallelConfig
-from thinwire.moe.dispatched import Dispatched, Traffic
+from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.gradients import MOST_LAYERS, MOST_WANTS, GradientPlan, Wants, describe_tag
 from thinwire.moe.plan import ArrivalPlan, SendPlan, merge_repeated_experts
 from thinwire.moe.received import Arrived
 from thinwire.moe.round_transport import MOST_REFUSALS, Rounds, left_open, refused_by
 from thinwire.triton_kernels.round_layout import ABANDONED, LEFT_OPEN, WITH_SUMS
+from thinwire.wire import Traffic
 
 _REFUSED = 2**63 - MOST_REFUSALS  # and from there on, in place of a count: the rank raised
 

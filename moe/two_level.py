@@ -13,7 +13,7 @@ import torch
 
 from thinwire.fused.staged import StagedExchange, dense_segments
 from thinwire.moe.direct_gradients import BackwardRounds
-from thinwire.moe.dispatched import Dispatched, Traffic
+from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.gradients import MOST_LAYERS, MOST_WANTS
 from thinwire.moe.plan import SendPlan, merge_repeated_experts, owners
 from thinwire.moe.two_level_lanes import TwoLevelRound
@@ -23,6 +23,7 @@ from thinwire.triton_kernels.round_layout import (
     DISPATCH,
     Lane,
 )
+from thinwire.wire import Traffic
 
 
 class TwoLevelRounds(TwoLevelSums):

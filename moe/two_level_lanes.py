@@ -23,11 +23,10 @@ from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.errors import LaneError, PeerTimeout, TransportUnavailable
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct import DirectRound, DirectRounds
-from thinwire.moe.dispatched import Traffic
 from thinwire.moe.plan import SendPlan
 from thinwire.triton_kernels.round_layout import RoundLayout
 from thinwire.triton_kernels.signal import REPORT_PEERS, REPORT_PHASE
-from thinwire.wire import WireFormat
+from thinwire.wire import Traffic, WireFormat
 
 EXACT = WireFormat.parse("none")
 

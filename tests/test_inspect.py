@@ -16,7 +16,7 @@ from thinwire.errors import ThinwireError
 from thinwire.files import MOST_BYTES
 from thinwire.flight import FORMAT, VERSION, Flight, parse_flight, read_flight
 from thinwire.tools.cli import main
-from thinwire.tools.flight_report import report
+from thinwire.tools.commands.inspect import report
 
 
 def operation(number: int | None, name: str = "barrier", /, **fields: Any) -> dict[str, Any]:
@@ -59,13 +59,10 @@ ODD: dict[str, Any] = {
     "backend": [[]],
     "rank": [2, -1, "0", None, 0.0, True],
     "size": [0, 1 << 17, "2"],
-    "timeout": ["1", None, -1, 1e300],
     "host": [7, "\u202e"],
-    "pid": [-1, 1 << 64],
     "written": [None, True],
-    "written_ns": [-1, 1.5],
     "reason": [None],
-    "operations": [{}, None, ["x"], [operation(0)], barriers(257), [operation(1), operation(1)], [{}]],
+    "operations": [{}, None, ["x"], [operation(0)], barriers(257), [{}]],
 }
 ODD_OPERATIONS: dict[str, Any] = {
     "number": [0, "1", 1 << 63],
@@ -74,16 +71,13 @@ ODD_OPERATIONS: dict[str, Any] = {
     "dtype": [1],
     "wires": ["int8", ["a"] * 3, [1], None],
     "transport": [1],
-    "details": [[], {"a": None}, {"a": [[1]]}, {"a": 1.5}, {"\x1b": 1}, {str(i): i for i in range(17)},
-                {"send_counts": [1]}, {"recv_counts": 4}, {"counts": [1, 2, 3]}, {"a": [1, 2, 3]}, {"a": True}],
+    "details": [[], {"a": None}, {"a": [[1]]}, {"a": 1.5}, {"\x1b": 1}, {"a": True}],
     "start_ns": [-1, None],
     "end_ns": ["", 1 << 63],
     "state": ["DONE", None, ["done"]],
     "failure": [1],
-    "lane": ["0"],
-    "epoch": [1.5],
     "phase": [[]],
-    "blamed": [[2], [-1], 1, [0, 1, 0], ["0"]],
+    "blamed": [[-1], 1, ["0"]],
     "inside": [0],
 }  # fmt: skip
 
@@ -145,11 +139,9 @@ def test_files_that_cannot_be_read_are_told_and_the_others_compared(
         read_flight("\0")
 
 
-def test_two_files_of_one_rank_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in "ab":
-        (tmp_path / name).write_text(json.dumps(content()))
-    assert main(["inspect", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
-    assert f"rank 0 has 2 files, {tmp_path}/a and {tmp_path}/b; expected one" in capsys.readouterr().err
+def test_of_two_files_of_one_rank_the_newest_is_taken() -> None:
+    files = [flight(0, 1, barriers(count), written=written) for count, written in ((3, 1.0), (7, 3.0), (5, 2.0))]
+    assert first_line(*files) == "no rank stopped: all came to the end of operation 7"
 
 
 @pytest.mark.exhaustive
@@ -163,7 +155,7 @@ def test_the_documented_output_is_what_the_example_prints() -> None:
 
     def steady(lines: list[str]) -> list[str]:
         """Without what differs from run to run."""
-        return [re.sub(r"after [0-9.]+ (us|ms|s)|communicator [0-9a-f]+", "", line) for line in lines]
+        return [re.sub(r"after [0-9.,]+ ms|communicator [0-9a-f]+", "", line) for line in lines]
 
     assert steady(printed) == steady(shown.splitlines()), done.stderr
 
@@ -198,7 +190,8 @@ def test_a_rank_that_is_behind_stopped_and_where_is_told() -> None:
         "rank 1 stopped before operation 3, all_reduce, in which ranks 0, 2 waited: the last of rank 1 is operation 2, "
         "barrier, done"
     )
-    assert "under way, within all_gather_object on rank 0; PeerTimeout after 0 us on rank 2" in text.replace("  ", " ")
+    assert "3  all_reduce  under way, within all_gather_object on rank 0\n" in text
+    assert "3  all_reduce  PeerTimeout after 0.0 ms on rank 2\n" in text
     assert "not called on rank 1" in text
 
 
@@ -243,14 +236,9 @@ def test_whom_the_first_to_give_up_blames_stopped_or_whoever_called_after_that()
     )
 
 
-def test_where_all_are_in_it_the_one_that_came_last_is_named() -> None:
-    late = operation(2, state="under way", end_ns=0, start_ns=3_000_002_000)
-    flights = [flight(0, 2, [*barriers(1), operation(2, state="under way")]), flight(1, 2, [*barriers(1), late])]
-    assert first_line(*flights) == (
-        "all ranks stopped in operation 2, barrier; rank 1 came last, 3.000 s after the first"
-    )
-    elsewhere = flight(1, 2, [*barriers(1), late], host="there")
-    assert first_line(flights[0], elsewhere) == "all ranks stopped in operation 2, barrier"
+def test_where_all_are_in_it_all_stopped_there() -> None:
+    flights = [flight(rank, 2, [*barriers(1), operation(2, state="under way", end_ns=0)]) for rank in range(2)]
+    assert first_line(*flights) == "all ranks stopped in operation 2, barrier"
 
 
 def test_the_first_of_several_differences_in_a_row_is_the_one() -> None:

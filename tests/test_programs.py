@@ -11,7 +11,7 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 
 
 from tests.helpers.speeds import exhaustive_but
-from thinwire.comm.recorder.flight_recorder import FlightRecorder
+from thinwire.comm.call import Recorder
 from thinwire.fused.staged import StagedExchange
 from thinwire.moe.direct import DirectRounds
 from thinwire.moe.gradients import RoundGradients, Wants
@@ -105,5 +105,5 @@ INTERRUPTS = [
 def test_a_call_that_is_made_again_as_if_nothing_had_been_shows() -> None:
     assert run_ranks(run_program, 2, INTERRUPTS, mode="thread", timeout=240)[1]["of them ended"]
     # Its peer is to name rank 1, and names nobody, or itself.
-    with mock.patch.object(FlightRecorder, "ended_by"), pytest.raises(RankError, match=r"PeerTimeout \[0?\]"):
+    with mock.patch.object(Recorder, "ended_by"), pytest.raises(RankError, match=r"PeerTimeout \[0?\]"):
         run_ranks(run_program, 2, INTERRUPTS, mode="thread", timeout=240)

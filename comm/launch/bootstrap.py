@@ -8,11 +8,13 @@ import functools
 import hashlib
 import itertools
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from types import FrameType
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -37,8 +39,7 @@ from thinwire.comm.host_collectives import Origin
 from thinwire.comm.hosts import interface_of
 from thinwire.comm.launch.launchers import ALONE, RankInfo, discover
 from thinwire.comm.launch.rank_table import RankTable
-from thinwire.comm.recorder.flight_files import WrittenOnSignal
-from thinwire.comm.recorder.flight_recorder import write_all
+from thinwire.comm.recorder import is_off, write_all
 from thinwire.comm.resources.cpu_share import CpuShare, cpu_share
 from thinwire.comm.tensors import is_seconds
 from thinwire.comm.waiting import call_within, first_line
@@ -51,10 +52,33 @@ if TYPE_CHECKING:
 Group: TypeAlias = "Communicator | dist.ProcessGroup | DeviceMesh"
 
 
-class _WritesOnSignal(WrittenOnSignal, Attachment):
-    """Kept with the world that `init` made."""
+class _WritesOnSignal(Attachment):
+    """SIGUSR1 writes the flight recorders' files until the world that `init` made is closed.
+
+    Python runs handlers in the main thread, between its own steps: waits of the direct transport, of threads and of
+    Gloo let it, one within NCCL does not before it ends.
+    """
 
     outlives_shrink = True  # or the signal would end the process from then on
+
+    def __init__(self) -> None:
+        signal.signal(signal.SIGUSR1, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # What goes wrong here must not come up in the midst of the caller's own code.
+        try:
+            told = "\n".join(f"thinwire: flight recorder written to {path}" for path in write_all("SIGUSR1"))
+        except Exception as error:
+            told = f"thinwire: the flight recorder could not be written: {type(error).__name__}: {error}"
+        with contextlib.suppress(OSError):
+            os.write(2, f"{told}\n".encode(errors="replace"))
+
+    def describe(self) -> str:
+        return "SIGUSR1: writes the flight recorder"
+
+    def close(self) -> None:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR1) == self._handle:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # ends the process again
 
 
 class Domains:
@@ -230,8 +254,9 @@ def init(
             world.close()
         raise
     domains.by_name[None] = world
-    if made and WrittenOnSignal.possible():
-        world.attached("SIGUSR1", lambda: _WritesOnSignal(write_all))
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if made and in_main_thread and not is_off() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        world.attached("SIGUSR1", _WritesOnSignal)
     if domain is None:
         return domains.choose(world)
     opened = _open_domain(world, domain, wanted)

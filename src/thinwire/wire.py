@@ -41,6 +41,7 @@ come out as -0.0.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -256,6 +257,39 @@ class WireFormat:
             _check_hidden(hidden)
             return _quantized_row_bytes(self, hidden)
         return _round_up(self.scales_offset(hidden, dtype), self.alignment)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one leg sends from a rank to other ranks; rows that stay are not counted.
+
+    Attributes:
+        rows: records sent.
+        logical_bytes: what the rows hold in their own dtype.
+        wire_bytes: what is sent instead: records, and on a round's dispatch leg expert ids and router weights too.
+    """
+
+    rows: int
+    logical_bytes: int
+    wire_bytes: int
+
+    @classmethod
+    def of(
+        cls, counts: Sequence[int], rank: int, hidden: int, dtype: torch.dtype, record_bytes: int, beside: int = 0
+    ) -> Traffic:
+        """Of a rank with `counts[peer]` rows of `hidden` elements for each peer.
+
+        Args:
+            record_bytes: what travels of each row: a format's `row_bytes`, and what is sent behind it.
+            beside: bytes beside all records.
+
+        >>> import torch
+        >>> wire = WireFormat.parse("int8")
+        >>> Traffic.of([3, 1], 0, 256, torch.bfloat16, wire.row_bytes(256))
+        Traffic(rows=1, logical_bytes=512, wire_bytes=288)
+        """
+        rows = sum(counts) - counts[rank]
+        return cls(rows, rows * hidden * dtype.itemsize, rows * record_bytes + beside)
 
 
 def default_wire(columns: int) -> str:

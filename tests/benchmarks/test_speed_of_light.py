@@ -17,7 +17,7 @@ from benchmarks.published import BETWEEN, DECODE, PREFILL
 from benchmarks.speed_of_light import MACHINES, Cycles, least_leg, least_published, round_work
 from tests.helpers.rounds import make_lanes
 from thinwire.errors import ArgumentError
-from thinwire.tools.planning.traffic import reach
+from thinwire.tools.planning.plan import reach
 
 ROOT = Path(model.__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -11,7 +11,7 @@ from thinwire.comm.resources import cpu_share as module
 from thinwire.comm.resources.cpu_share import VARIABLE, CpuShare, cpu_share, usable_cores
 from thinwire.comm.threads import ThreadWorld
 from thinwire.errors import ThinwireError
-from thinwire.tools.doctor.host import processors
+from thinwire.tools.doctor.looks import processors
 
 
 @pytest.fixture(autouse=True)

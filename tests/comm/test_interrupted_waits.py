@@ -23,9 +23,10 @@ import torch.distributed as dist
 
 import thinwire as tw
 from tests.helpers.speeds import exhaustive_but
+from thinwire.comm.call import Recorder
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import PeerExchange
-from thinwire.comm.recorder.flight_recorder import NAME, NUMBER, STATE, FlightRecorder
+from thinwire.comm.recorder import NAME, NUMBER, STATE
 from thinwire.comm.waiting import Waiter, Waiting
 from thinwire.comm.work import Work
 from thinwire.errors import PeerTimeout, ThinwireError
@@ -135,8 +136,8 @@ def _waited_again(comm: Communicator, name: str, transport: str, wire: str) -> l
 
 
 def _recorded(comm: Communicator) -> list[tuple[object, ...]]:
-    assert isinstance(comm.recorder, FlightRecorder)
-    return [(entry[NAME], entry[NUMBER], entry[STATE]) for entry in comm.recorder._snapshot()]
+    assert isinstance(comm.recorder, Recorder)
+    return [(entry[NAME], entry[NUMBER], entry[STATE]) for entry in comm.recorder.entries()]
 
 
 CASES: list[tuple[str, ...]] = [

@@ -16,7 +16,9 @@ import torch
 from thinwire.errors import ThinwireError
 from thinwire.testing import run_ranks
 from thinwire.tools.cli import main
-from thinwire.tools.doctor import examine, one_rank, posix, probe, ranks, software
+from thinwire.tools.commands import doctor
+from thinwire.tools.doctor import finding as programs
+from thinwire.tools.doctor import looks, one_rank, posix, ranks
 from thinwire.tools.doctor.finding import Finding
 
 # Each ends in a process in which shared memory between processes cannot be had, and runs `argv` there.
@@ -109,44 +111,44 @@ _LINE = json.dumps({"mark": "ok", "name": "first", "text": "fine", "advice": ""}
 )
 def test_a_program_that_hangs_or_dies_is_said_and_what_it_told_is_kept(code: str, said: str) -> None:
     program = f"print({_LINE!r}, flush=True); print('not JSON', flush=True); {code}"
-    lines, ending = probe.run_lines([sys.executable, "-S", "-c", program], 1.0)
+    lines, ending = programs.run_lines([sys.executable, "-S", "-c", program], 1.0)
     assert lines == [json.loads(_LINE)] and said in ending
 
 
 def test_what_is_compiled_is_shown_and_takes_no_time_of_the_limit(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(probe, "_MOST_BETWEEN_LINES", 5.0)
-    monkeypatch.setattr(probe.Process, "last_shown", time.monotonic())
+    monkeypatch.setattr(programs, "_MOST_BETWEEN_LINES", 5.0)
+    monkeypatch.setattr(programs.Process, "last_shown", time.monotonic())
     program = f"import sys, time; time.sleep(2); sys.stderr.write('odd\\nthinwire: compiling\\n'); print({_LINE!r})"
-    assert probe.run_lines([sys.executable, "-S", "-c", program], 0.5) == ([json.loads(_LINE)], "")
+    assert programs.run_lines([sys.executable, "-S", "-c", program], 0.5) == ([json.loads(_LINE)], "")
     assert capfd.readouterr().err == "thinwire: compiling\n"
 
 
 def test_a_look_that_ends_badly_is_a_problem_beside_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "run_lines", lambda *_: ([json.loads(_LINE)], "was killed by signal 11"))
-    fine, problem = probe.look("gpus", 1.0)
+    monkeypatch.setattr(looks, "run_lines", lambda *_: ([json.loads(_LINE)], "was killed by signal 11"))
+    fine, problem = looks.look("gpus", 1.0)
     assert fine.mark == "ok" and problem.mark == "problem"
     assert "was killed by signal 11; the last thing it told: first" in problem.text
 
 
 def test_a_program_that_cannot_be_started_is_said() -> None:
-    assert probe.run_lines(["/nowhere/python"], 1.0) == ([], "could not be started: No such file or directory")
+    assert programs.run_lines(["/nowhere/python"], 1.0) == ([], "could not be started: No such file or directory")
 
 
 def test_a_probe_that_raises_is_a_problem_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     def unlucky() -> None:
         raise PermissionError(13, "Permission denied", "/sys/odd")
 
-    probe.tell(unlucky)  # type: ignore[arg-type]
+    looks.tell(unlucky)  # type: ignore[arg-type]
     finding = Finding(**json.loads(capsys.readouterr().out))
     assert finding.mark == "problem" and finding.name == "unlucky" and "/sys/odd" in finding.text
 
 
 @pytest.mark.parametrize("name", ["host", "software"])
 def test_probes_find_something_about_all_that_they_look_at(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for look in probe.PROBES[name]:
-        probe.tell(look)
+    for look in looks.LOOKS[name]:
+        looks.tell(look)
         findings = [Finding(**json.loads(line)) for line in capsys.readouterr().out.splitlines()]
         assert findings and all(finding.mark != "problem" and finding.text for finding in findings), findings
 
@@ -219,18 +221,18 @@ def test_a_cause_is_one_problem_to_which_others_point() -> None:
     causes: dict[str, str] = {}
     lacking = [Finding("problem", step, "no numba", "pip install numba") for step in ("transport", "round")]
     other = Finding("problem", "all-reduce", "2 elements differ", "report it")
-    first = examine.merge_causes("processes", [Finding("ok", "meeting", "met"), *lacking, other], causes)
+    first = doctor.merge_causes("processes", [Finding("ok", "meeting", "met"), *lacking, other], causes)
     assert [finding.mark for finding in first] == ["ok", "problem", "info", "problem"]
     assert first[1] is lacking[0] and first[2].text == "not possible: the problem of transport of 'processes'"
-    second = examine.merge_causes("threads", lacking, causes)
+    second = doctor.merge_causes("threads", lacking, causes)
     assert [(each.mark, each.text) for each in second] == [("info", first[2].text)] * 2
 
 
 def test_what_is_not_there_is_not_called_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")  # no nvidia-smi
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    monkeypatch.setattr(software.os.path, "exists", lambda path: False)
-    found = {finding.name: finding for finding in software.versions()}
+    monkeypatch.setattr(looks.os.path, "exists", lambda path: False)
+    found = {finding.name: finding for finding in looks.versions()}
     assert found["NCCL"].mark == found["driver"].mark == "info"
     assert found["driver"].text.startswith("none found")
 
@@ -247,8 +249,8 @@ def test_what_is_looked_at_is_said_before_it_is_found(monkeypatch: pytest.Monkey
         return []
 
     for name in ("look", "examine_processes", "examine_threads"):
-        monkeypatch.setattr(examine, name, look)
-    titles = [title for title, _ in examine.sections()]
+        monkeypatch.setattr(doctor, name, look)
+    titles = [title for title, _ in doctor.sections()]
     assert told == [f"looking at: {title} ...\n" for title in titles] and len(titles) == 5
 
 
@@ -257,7 +259,7 @@ def test_only_a_problem_makes_the_exit_status_1(
     mark: str, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     findings = [Finding("ok", "a", "fine"), Finding(mark, "b", "word " * 60, "do this" if mark != "ok" else "")]
-    monkeypatch.setattr(examine, "sections", lambda: iter([("part", findings)]))
+    monkeypatch.setattr(doctor, "sections", lambda: iter([("part", findings)]))
     file = tmp_path / "report.json"
     assert main(["doctor", "--json", str(file)]) == status
     text = capsys.readouterr().out
@@ -270,6 +272,6 @@ def test_only_a_problem_makes_the_exit_status_1(
 def test_a_file_that_cannot_be_written_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(examine, "sections", lambda: iter([]))
+    monkeypatch.setattr(doctor, "sections", lambda: iter([]))
     assert main(["doctor", "--json", os.path.join(os.sep, "nowhere", "report.json")]) == 2
     assert "/nowhere/report.json" in capsys.readouterr().err

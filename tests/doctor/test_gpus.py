@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from thinwire.tools.doctor import gpus
+from thinwire.tools.doctor import looks
 
 
 @pytest.fixture
@@ -29,47 +28,27 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_gpu_is_named_and_an_old_one_noted(two_gpus: None) -> None:
-    new, old = gpus.devices()
+    new, old = looks.devices()
     assert (new.name, new.mark) == ("cuda:0", "ok") and "New, compute capability 9.0" in new.text
     assert "1.0 GiB of 80.0 GiB free" in new.text
     assert (old.name, old.mark) == ("cuda:1", "note") and "8.0 and newer" in old.advice
 
 
 def test_directions_without_access_are_named(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    access, atomics = gpus.peers()
+    (access,) = looks.peers()
     assert access.mark == "note" and access.text == "not from cuda:1 to 0"
-    assert "unknown: " in atomics.text or "native in" in atomics.text
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
-    assert [finding.text for finding in gpus.peers()][0] == "all 2 directions"
-
-
-def test_native_atomics_are_the_drivers_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Driver:
-        def cuInit(self, flags: int) -> int:
-            return 0
-
-        def cuDeviceGet(self, handle, index: int) -> int:
-            handle._obj.value = 10 + index
-            return 0
-
-        def cuDeviceGetP2PAttribute(self, value, attribute: int, a, b) -> int:
-            value._obj.value = int(attribute == 3 and (a.value, b.value) == (10, 11))
-            return 0
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
-    assert gpus._native_atomics([(0, 1), (1, 0)]) == [True, False]
-    monkeypatch.setattr(Driver, "cuInit", lambda self, flags: 100)
-    assert gpus._native_atomics([(0, 1)]) == "cuInit gave 100"
+    assert [finding.text for finding in looks.peers()] == ["all 2 directions"]
 
 
 def test_without_nvidia_smi_links_are_unknown(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    (links,) = gpus.topology()
+    (links,) = looks.topology()
     assert links.text == "unknown: nvidia-smi not found"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_is_said_with_the_reason() -> None:
-    (finding,) = gpus.devices()
+    (finding,) = looks.devices()
     assert finding.text.startswith("no GPU: torch.cuda.is_available() is False; torch is ")
-    assert not [*gpus.peers(), *gpus.topology()]
+    assert not [*looks.peers(), *looks.topology()]

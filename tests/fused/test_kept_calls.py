@@ -25,7 +25,7 @@ import thinwire as tw
 from tests.helpers.odd_tensors import odd
 from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.recorder.flight_recorder import NAME, TRANSPORT
+from thinwire.comm.recorder import NAME, TRANSPORT
 from thinwire.errors import ArgumentError, CountsError, ThinwireError, WireFormatError
 from thinwire.fused import collective, host_channel, prepared
 from thinwire.fused.all_gather import all_gather
@@ -399,7 +399,7 @@ def transports_recorded(comm: Communicator) -> set[object]:
     for _ in range(3):
         tw.all_gather(x, wire="none", comm=comm)
         tw.all_gather_v(x, wire="none", comm=comm)
-    return {entry[TRANSPORT] for entry in comm.recorder._snapshot() if str(entry[NAME]).startswith("all_gather")}
+    return {entry[TRANSPORT] for entry in comm.recorder.entries() if str(entry[NAME]).startswith("all_gather")}
 
 
 def test_a_call_within_a_call_tells_its_transport_each_time() -> None:

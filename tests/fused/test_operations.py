@@ -146,7 +146,7 @@ def _orders(comm: tw.Communicator, transport: str, backend: str) -> list[tuple[s
         found = _gradients(lambda x, each=each: (each(x), each(x)), x)
         with torch.no_grad():
             found.append(each(x))
-        calls = [(entry[1], tuple(entry[2] or ())) for entry in comm.recorder._snapshot()]
+        calls = [(entry[1], tuple(entry[2] or ())) for entry in comm.recorder.entries()]
         runs.append((calls[begun - comm.recorder.begun :], found))
     assert runs[1][0] == runs[0][0]
     for one, other in zip(runs[1][1], runs[0][1], strict=True):

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401, which reg
 import thinwire as tw
 from tests.helpers.wires import relative_error
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.recorder.flight_recorder import NAME
+from thinwire.comm.recorder import NAME
 from thinwire.errors import ArgumentError, TransportUnavailable, WireFormatError
 from thinwire.integrations import fsdp
 from thinwire.testing import run_ranks

@@ -16,8 +16,8 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 import torch
 
 import thinwire as tw
+from thinwire.comm.call import Call
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.recorder.flight_recorder import Call
 from thinwire.errors import LaneError, PeerTimeout, ThinwireError
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks

@@ -21,8 +21,7 @@ from thinwire.tools.bench.traffic import expert_load
 from thinwire.tools.cli import main
 from thinwire.tools.planning import crossing
 from thinwire.tools.planning.crossing import DENSE, Crossing, count_crossings, draw_ids, owners_of
-from thinwire.tools.planning.plan import Request
-from thinwire.tools.planning.traffic import reach
+from thinwire.tools.planning.plan import Request, reach
 
 REQUEST = Request(ranks=16, experts=256, top_k=8, hidden=7168, max_tokens=4096, wire="int8", hosts=2)
 

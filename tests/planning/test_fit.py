@@ -12,7 +12,7 @@ import pytest
 from thinwire.errors import ArgumentError
 from thinwire.tools.bench.results import read_results
 from thinwire.tools.cli import main
-from thinwire.tools.planning.fit import Point, fit_points, fit_results
+from thinwire.tools.planning.plan import Point, fit_points, fit_results
 
 
 def points(alpha: float, beta: float, sizes: tuple[float, ...] = (0, 1e3, 1e5, 1e7)) -> list[Point]:

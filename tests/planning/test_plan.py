@@ -15,8 +15,7 @@ from benchmarks import published
 from tests.planning.test_fit import content
 from thinwire.moe.memory import plan_memory
 from thinwire.tools.cli import main
-from thinwire.tools.planning.model import LINKS, chosen_model
-from thinwire.tools.planning.traffic import Leg
+from thinwire.tools.planning.model import LINKS, Leg, chosen_model
 
 SIZES = "--ranks 8 --experts 256 --top-k 8 --hidden 7168 --max-tokens 4096".split()
 

@@ -16,7 +16,7 @@ from thinwire.fused.staged import StagedExchange
 from thinwire.moe.config import ParallelSettings
 from thinwire.moe.routing import expert_range
 from thinwire.testing import run_ranks
-from thinwire.tools.planning.traffic import RoundMemory, plan_traffic, reach, staged_memory
+from thinwire.tools.planning.plan import RoundMemory, plan_traffic, reach, staged_memory
 
 
 @pytest.mark.parametrize(("experts", "top_k", "ranks"), [(7, 3, 3), (5, 1, 4), (6, 6, 2), (3, 2, 5), (8, 2, 1)])

@@ -22,7 +22,7 @@ import torch
 from tests.helpers import mortal
 from tests.helpers.files import mapped_segments, open_files, shared_files
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.recorder.flight_files import VARIABLE
+from thinwire.comm.recorder import VARIABLE
 from thinwire.errors import ThinwireError
 from verification.faults.operations import BY_NAME, Operation, deviating
 from verification.faults.rules import (

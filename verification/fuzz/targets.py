@@ -32,7 +32,7 @@ from thinwire.errors import ArgumentError, RankTableError, ThinwireError, WireFo
 from thinwire.fields import OneOf, decode, encode
 from thinwire.flight import FORMAT, VERSION, parse_flight, read_flight
 from thinwire.fused.codec import WireRows, dequantize
-from thinwire.tools.flight_report import report
+from thinwire.tools.commands.inspect import report
 from thinwire.triton_kernels.codec_reference import dequantize_reference
 from thinwire.triton_kernels.cpu.pack import unpack_rows
 from thinwire.wire import WireFormat
@@ -262,9 +262,9 @@ def flight(data: bytes) -> bool:
     except ThinwireError:
         return False
     lines = text.split("\n")
-    assert all(line.isprintable() for line in lines) and len(lines) < 60 * len(flights)
+    assert all(line.isprintable() for line in lines) and len(lines) <= 60 * len(flights) + 1
     assert all(len(line) < 20_000 for line in lines)
-    return True
+    return bool(flights)
 
 
 TARGETS: dict[str, Target] = {

@@ -1,13 +1,22 @@
-"""What a look at one thing found."""
+"""What a look at one thing found, and programs that look: each prints lines of JSON."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
+import subprocess
+import sys
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from thinwire.errors import ThinwireError
 
 MARKS = ("ok", "info", "note", "problem")
+_MOST_BETWEEN_LINES = 45.0  # seconds, of a process that compiles
 
 
 @dataclass(frozen=True)
@@ -56,3 +65,64 @@ def read_text(path: str | Path) -> str:
         return Path(path).read_text()
     except OSError:
         return ""
+
+
+class Process(subprocess.Popen[bytes]):
+    """Shows at once what thinwire says on standard error, such as that it compiles; keeps the last line there."""
+
+    last_shown = -math.inf  # by any of them
+
+    def __init__(self, command: list[str], env: dict[str, str] | None = None) -> None:
+        pipe = subprocess.PIPE
+        super().__init__(command, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
+        self._errors, self.stderr = self.stderr, None  # `communicate` would take them
+        self._last = b"nothing"
+        self._shows = threading.Thread(target=self._show, name="thinwire doctor", daemon=True)
+        self._shows.start()
+
+    def _show(self) -> None:
+        assert self._errors is not None
+        with self._errors as lines:
+            for line in lines:
+                self._last = line.strip() or self._last
+                if line.startswith(b"thinwire: "):
+                    Process.last_shown = time.monotonic()
+                    over = "\r\033[K" if sys.stderr.isatty() else ""
+                    print(over + line.decode(errors="replace").rstrip(), file=sys.stderr, flush=True)
+
+    def read_lines(self, seconds: float) -> tuple[list[dict[str, Any]], str]:
+        """The lines of JSON that it prints, and how it ended if that was not well; a hung one is killed.
+
+        While any process says that it compiles, that is no time of theirs.
+        """
+        output, ending, limit = None, "", seconds
+        try:
+            while output is None:
+                try:
+                    output = self.communicate(timeout=limit)[0]
+                except subprocess.TimeoutExpired:
+                    limit = Process.last_shown + _MOST_BETWEEN_LINES - time.monotonic()
+                    if limit <= 0 and not ending:
+                        self.kill()
+                        ending = f"did not come back within {seconds:g} s and was ended"
+                    limit = max(limit, 1.0)
+        finally:
+            self.kill()  # where Ctrl-C ended the wait; nothing is done to one that has ended
+        self._shows.join()  # what it said is all shown by now, too
+        if not ending and self.returncode:
+            how = f"was killed by signal {-self.returncode}" if self.returncode < 0 else "failed"
+            ending = f"{how}, saying: {self._last.decode(errors='replace')[:200]}"
+        told = []
+        for line in output.decode(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):  # some library's own words
+                told.append(json.loads(line))
+        return told, ending
+
+
+def run_lines(command: list[str], seconds: float) -> tuple[list[dict[str, Any]], str]:
+    """What `read_lines` gives of a program that is started here."""
+    try:
+        process = Process(command)
+    except OSError as error:
+        return [], f"could not be started: {error.strerror}"
+    return process.read_lines(seconds)

@@ -93,13 +93,8 @@ def run_round(comm: Communicator) -> str:
     """Two rounds of int8 both ways; every bit of the second's result, and of what experts saw, is known before."""
     x = exact_tokens(comm.rank).to(comm.device)
     experts = _EXPERTS_EACH * comm.size
-    ids = torch.stack(
-        (
-            torch.arange(_TOKENS, device="cpu") % experts,
-            (torch.arange(_TOKENS, device="cpu") * 3 + 1 + comm.rank) % experts,
-        ),
-        1,
-    )
+    tokens = torch.arange(_TOKENS, device="cpu")
+    ids = torch.stack((tokens % experts, (tokens * 3 + 1 + comm.rank) % experts), 1)
     ids[:, 1] = torch.where(ids[:, 0] == ids[:, 1], (ids[:, 1] + 1) % experts, ids[:, 1])
     ids = ids.to(comm.device)
     weights = torch.full(ids.shape, 0.5, device=comm.device)
@@ -113,10 +108,14 @@ def run_round(comm: Communicator) -> str:
             parallel.check()
             taken = time.perf_counter() - start
         wanted = x * (0.5 * factor(ids.cpu()).sum(1).to(x))[:, None]
-        wrong = int((y != wanted).sum())
-        if wrong:
-            raise ThinwireError(f"{wrong} of {y.numel()} elements differ from the exact result at rank {comm.rank}")
+        require_equal(y, wanted, f"result at rank {comm.rank}")
         return f"{_TOKENS} tokens a rank over {parallel.transport}, exact to the bit, in {1e6 * taken:.0f} us"
+
+
+def require_equal(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    """ThinwireError where a bit differs."""
+    if wrong := int((found != wanted).sum()):
+        raise ThinwireError(f"{wrong} of {found.numel()} elements differ from the exact {what}")
 
 
 def reduce(comm: Communicator) -> str:
@@ -124,9 +123,7 @@ def reduce(comm: Communicator) -> str:
     x = exact_tokens(0).to(comm.device)
     total = tw.all_reduce(x, wire="int8", comm=comm)
     assert isinstance(total, torch.Tensor)
-    wrong = int((total != comm.size * x).sum())
-    if wrong:
-        raise ThinwireError(f"{wrong} of {x.numel()} elements differ from the exact sum at rank {comm.rank}")
+    require_equal(total, comm.size * x, f"sum at rank {comm.rank}")
     return f"{x.numel()} elements, exact to the bit"
 
 

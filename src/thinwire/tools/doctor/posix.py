@@ -58,14 +58,14 @@ def first_failure() -> Failure | None:
 
 def _known(step: str) -> str:
     """What this process can see that bears on a step."""
+    status = read_text("/proc/self/status")
     if step == "memfd_create":
-        found = re.search(r"^Seccomp:\s*(\d)", read_text("/proc/self/status"), re.MULTILINE)
-        return f"Seccomp {found[1]}" if found else "Seccomp unknown"
-    if step == "posix_fallocate":
-        return f"RLIMIT_FSIZE {resource.getrlimit(resource.RLIMIT_FSIZE)[0]}"
-    if step == "mmap":
-        return f"RLIMIT_AS {resource.getrlimit(resource.RLIMIT_AS)[0]}"
-    if not read_text("/proc/self/status"):
+        found = re.search(r"^Seccomp:\s*(\d)", status, re.MULTILINE)
+        return f"Seccomp {found[1] if found else 'unknown'}"
+    for name, limits in (("RLIMIT_FSIZE", "posix_fallocate"), ("RLIMIT_AS", "mmap")):
+        if step == limits:
+            return f"{name} {resource.getrlimit(getattr(resource, name))[0]}"
+    if not status:
         return "no /proc"
     return "dumpable" if ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 1 else "not dumpable"
 
@@ -76,9 +76,9 @@ def explain(failure: Failure) -> tuple[str, str]:
     >>> explain(Failure("memfd_create", errno.EMFILE, "Seccomp 0"))
     ('memfd_create gave EMFILE (Too many open files): no file can be opened any more', 'ulimit -n 65536')
     """
-    step, number, known = failure
-    cause, advice = _cause(step, number, known)
-    return f"{step} gave {errno.errorcode.get(number, str(number))} ({os.strerror(number)}): {cause}", advice
+    cause, advice = _cause(*failure)
+    name = errno.errorcode.get(failure.number, str(failure.number))
+    return f"{failure.step} gave {name} ({os.strerror(failure.number)}): {cause}", advice
 
 
 def _cause(step: str, number: int, known: str) -> tuple[str, str]:
@@ -98,14 +98,12 @@ def _cause(step: str, number: int, known: str) -> tuple[str, str]:
         if known == "no /proc":
             return "/proc is not mounted here", "mount /proc in the container that ranks run in"
         if known == "not dumpable":
-            return (
-                "processes are not dumpable (PR_SET_DUMPABLE is 0), so nobody without CAP_SYS_PTRACE sees their files",
-                "start ranks without what clears it: a set-user-id or unreadable executable, or a library that calls "
-                "prctl(PR_SET_DUMPABLE, 0)",
-            )
-        return "a process may not open another one's file", (
+            advice = "start ranks without what clears it: a set-user-id or unreadable executable, or a library"
+            return "processes are not dumpable (PR_SET_DUMPABLE is 0): others need CAP_SYS_PTRACE to see files", advice
+        advice = (
             "run all ranks as one user, in one pid namespace, and without a profile (AppArmor, SELinux) that forbids it"
         )
+        return "a process may not open another one's file", advice
     return "something outside of thinwire refuses it", "look for a seccomp profile or a security module that does"
 
 

@@ -10,8 +10,7 @@ import time
 from typing import Any
 
 from thinwire.tools.doctor import posix
-from thinwire.tools.doctor.finding import Finding
-from thinwire.tools.doctor.probe import Process, read_lines, run_lines
+from thinwire.tools.doctor.finding import Finding, Process, judged, run_lines
 
 STEPS = ("meeting", "shared memory", "transport", "round", "all-reduce")
 #: What to do about a message, by words that are in it.
@@ -70,7 +69,7 @@ def examine_processes(device: str, ranks: int, seconds: float) -> list[Finding]:
             processes.append(Process(command, os.environ | where))
         deadline = time.monotonic() + seconds
         for rank, process in enumerate(processes):
-            told, ending = read_lines(process, max(0.1, deadline - time.monotonic()))
+            told, ending = process.read_lines(max(0.1, deadline - time.monotonic()))
             lines += told
             endings += [f"rank {rank} {ending}"] if ending else []
     except OSError as error:
@@ -94,7 +93,10 @@ def _findings(lines: list[dict[str, Any]], endings: list[str], ranks: int, posix
         elif len(told) == ranks:
             slowest = max(line["seconds"] for line in told)
             took = f" ({slowest:.1f} s, kernels loaded or compiled)" if slowest >= 0.1 else ""
-            findings.append(_staged_or_fine(step, told[0]["text"] + took))
+            text = told[0]["text"] + took
+            staged = step == "transport" and text.startswith("staged")
+            slower = "works, and is slower: see why the direct one is not available"
+            findings.append(judged(not staged, step, text, slower))
         elif endings:
             text = f"not over, as {'; '.join(endings)}"
             findings.append(Finding("problem", step, text, _advice(step, text)))
@@ -118,9 +120,3 @@ def posix_cause() -> tuple[str, str] | None:
     if ending:
         return f"the step by step look at it {ending}", _BY_STEP["shared memory"]
     return posix.explain(posix.Failure(**lines[0])) if lines else None
-
-
-def _staged_or_fine(step: str, text: str) -> Finding:
-    if step == "transport" and text.startswith("staged"):
-        return Finding("note", step, text, "works, and is slower: see why the direct one is not available")
-    return Finding("ok", step, text)

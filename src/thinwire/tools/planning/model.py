@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from thinwire.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from thinwire.tools.planning.traffic import Leg
 
 
 @dataclass(frozen=True)
@@ -65,6 +61,31 @@ GPUS = {
     "mi300x": Gpu(192, "xgmi3"),
     "mi355x": Gpu(288, "xgmi4"),
 }
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One leg of a round, as expected with uniform routing; bytes and rows of the rank that sends or receives most.
+
+    Attributes:
+        wire: its format.
+        record_bytes: of one record.
+        rows: records that leave the rank, or arrive there; `own_rows`: records that it keeps, which cross no link.
+        within_bytes, between_bytes: bytes over the links within its host, and over those to other hosts.
+    """
+
+    name: str
+    wire: str
+    record_bytes: int
+    rows: float
+    own_rows: float
+    within_bytes: float
+    between_bytes: float
+
+    @property
+    def wire_bytes(self) -> float:
+        """All bytes that leave the rank, or arrive there."""
+        return self.within_bytes + self.between_bytes
 
 
 @dataclass(frozen=True)

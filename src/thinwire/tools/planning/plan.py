@@ -1,22 +1,199 @@
-"""A whole plan: memory, bytes and predicted seconds of one ExpertParallel."""
+"""A plan of one ExpertParallel before it exists: memory, records and bytes of each leg, and predicted seconds."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import torch
 
 from thinwire.errors import ArgumentError
 from thinwire.moe.config import ParallelSettings
 from thinwire.moe.memory import MemoryPlan, plan_memory
+from thinwire.moe.routing import expert_range
 from thinwire.tools.bench.results import Results
-from thinwire.tools.planning.fit import Fit, fit_results
-from thinwire.tools.planning.model import Model
-from thinwire.tools.planning.traffic import Leg, RoundMemory, plan_traffic, reach, staged_memory
+from thinwire.tools.planning.model import Leg, Model
 from thinwire.wire import WireFormat
 
 RANKS_SWEPT = (2, 4, 8, 16, 32, 64, 128, 256)
+_Measured = tuple[str, str, str, str | None, str | None]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bytes of a round
+
+
+def reach(num_experts: int, top_k: int, ranks: int) -> list[float]:
+    """The probability, for each rank, that a token goes there, if all sets of `top_k` experts are equally likely.
+
+    C(E - e, k) of the C(E, k) sets leave out a rank with e of E experts. The sum is the fan-out: the number of ranks
+    that a token goes to, on average. ArgumentError for more experts a token than there are.
+
+    >>> round(sum(reach(256, 8, 8)), 3), sum(reach(3, 1, 2))
+    (5.295, 1.0)
+    """
+    if not 1 <= top_k <= num_experts:
+        raise ArgumentError(f"top_k is {top_k}, expected 1 to {num_experts}, the number of experts")
+    sets = math.comb(num_experts, top_k)
+    owned = owned_by(num_experts, ranks)
+    reached = {number: float(1 - Fraction(math.comb(num_experts - number, top_k), sets)) for number in set(owned)}
+    return [reached[number] for number in owned]
+
+
+def owned_by(num_experts: int, ranks: int) -> list[int]:
+    """Experts of each rank, in contiguous blocks."""
+    return [len(expert_range(num_experts, ranks, rank)) for rank in range(ranks)]
+
+
+def plan_traffic(
+    settings: ParallelSettings, ranks: int, tokens: int, dtype: torch.dtype, transport: str, hosts: int = 1
+) -> tuple[Leg, Leg]:
+    """Dispatch and combine of `tokens` tokens on each rank, routed uniformly without replacement.
+
+    Ranks are on `hosts` hosts in contiguous blocks of one size. ArgumentError where that does not divide them.
+    """
+    if hosts < 1 or ranks % hosts:
+        raise ArgumentError(f"hosts is {hosts}, expected a divisor of {ranks} ranks")
+    probabilities = reach(settings.num_experts, settings.top_k, ranks)
+    back, each = probabilities, ranks // hosts
+    if settings.invariant:
+        back = [settings.top_k * number / settings.num_experts for number in owned_by(settings.num_experts, ranks)]
+    legs = []
+    for name, wire, records, (record_bytes, beside) in (
+        ("dispatch", settings.wire, probabilities, settings.dispatch_bytes(transport, ranks, tokens, dtype)),
+        ("combine", settings.combine_wire, back, settings.combine_bytes(transport, ranks, dtype)),
+    ):
+        # The first rank owns as many experts as any, so it receives most; who owns fewest sends most.
+        most, fewest = max(records), min(records)
+        rows = tokens * max(sum(records) - fewest, (ranks - 1) * most)
+        rows_within = tokens * max(sum(records[-each:]) - fewest, (each - 1) * most)
+        share = rows_within / rows if rows else 0.0
+        beside_within = beside * (each - 1) / max(1, ranks - 1)
+        within = rows * share * record_bytes + beside_within
+        between = rows * (1 - share) * record_bytes + beside - beside_within
+        legs.append(Leg(name, str(wire), record_bytes, rows, tokens * most, within, between))
+    return legs[0], legs[1]
+
+
+@dataclass(frozen=True)
+class RoundMemory:
+    """Bytes of the messages that the rounds of all lanes allocate on rank 0 over the staged transport.
+
+    Attributes:
+        uniform_bytes: with uniform routing, without gradients.
+        most_bytes: if all ranks' tokens come to this rank, and its own go to as many ranks as they have experts.
+        training_bytes: `most_bytes` with gradients.
+    """
+
+    uniform_bytes: int
+    most_bytes: int
+    training_bytes: int
+
+
+def staged_memory(settings: ParallelSettings, ranks: int, dtype: torch.dtype) -> RoundMemory:
+    """What `StagedExchange` allocates: a buffer for all records that leave and one for all that arrive, own ones too.
+
+    What arrived in dispatch is held until its round is over, beside the buffers of combine.
+    """
+    tokens, top_k, experts = settings.max_tokens, settings.top_k, settings.num_experts
+    owned = owned_by(experts, ranks)[0]
+    record, back = settings.message_bytes(dtype), settings.combine_wire.row_bytes(settings.hidden_size, dtype)
+    tail = top_k * settings.weight_dtype.itemsize
+    gradient = -(-(settings.grad_wire.row_bytes(settings.hidden_size, dtype) + tail) // 16) * 16
+
+    def held(leave: float, arrive: float, sums: float) -> tuple[int, int]:
+        forward = settings.lanes * max((leave + arrive) * record, arrive * record + sums * back)
+        return math.ceil(forward), math.ceil(max(forward, settings.lanes * (leave + arrive) * gradient))
+
+    reached = reach(experts, top_k, ranks)
+    leave, arrive = tokens * sum(reached), tokens * ranks * reached[0]
+    leave_most, arrive_most = tokens * min(ranks, top_k), tokens * ranks
+    sums, sums_most = leave + arrive, leave_most + arrive_most
+    if settings.invariant:  # a sum is one expert's
+        sums = tokens * top_k * (1 + ranks * owned / experts)
+        sums_most = tokens * (top_k + ranks * min(top_k, owned))
+    return RoundMemory(held(leave, arrive, sums)[0], *held(leave_most, arrive_most, sums_most))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Times that were measured
+
+
+@dataclass(frozen=True)
+class Point:
+    """What was measured: bytes that leave a rank, on average, and the median of seconds of the slowest rank."""
+
+    wire_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What fits the points of one operation, implementation, wire, transport and routing best.
+
+    Attributes:
+        alpha: seconds.
+        beta: bytes a second; infinite if more bytes take no longer.
+        points: the measured points, by bytes.
+        residuals: for each, (fitted - measured) / measured.
+        r2: 1 - squares of the residuals in seconds / squares of the distances from their mean; 1 if all are equal.
+    """
+
+    alpha: float
+    beta: float
+    points: tuple[Point, ...]
+    residuals: tuple[float, ...]
+    r2: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """Of a leg with so many bytes."""
+        return self.alpha + num_bytes / self.beta
+
+
+def fit_points(points: Sequence[Point]) -> Fit:
+    """The alpha >= 0 and 1 / beta >= 0 with the least squares of relative residuals.
+
+    ArgumentError for fewer than two different numbers of bytes.
+    """
+    if len({point.wire_bytes for point in points}) < 2:
+        raise ArgumentError(f"{len(points)} points with one number of bytes, expected at least two different ones")
+    points = sorted(points, key=lambda point: point.wire_bytes)
+    num_bytes, seconds = (np.array([getattr(point, name) for point in points]) for name in ("wire_bytes", "seconds"))
+    # Divided by what was measured, each point is one equation: alpha / t + bytes / (beta t) = 1.
+    ones, slopes = 1 / seconds, num_bytes / seconds
+    (alpha, inverse), *_ = np.linalg.lstsq(np.stack((ones, slopes), 1), np.ones(len(points)), rcond=None)
+    # Where the best line has a negative part, the best without one lies on the border.
+    if alpha < 0:
+        alpha, inverse = 0.0, slopes.sum() / (slopes @ slopes)
+    elif inverse < 0:
+        alpha, inverse = ones.sum() / (ones @ ones), 0.0
+    fitted = alpha + inverse * num_bytes
+    spread = ((seconds - seconds.mean()) ** 2).sum()
+    return Fit(
+        float(alpha),
+        float(1 / inverse) if inverse > 0 else float("inf"),
+        tuple(points),
+        tuple(((fitted - seconds) / seconds).tolist()),
+        float(1 - ((fitted - seconds) ** 2).sum() / spread) if spread else 1.0,
+    )
+
+
+def fit_results(results: Results) -> dict[_Measured, Fit]:
+    """Fits by operation, implementation, wire, transport and routing; leaves out those measured at one size only."""
+    groups: dict[_Measured, list[Point]] = {}
+    for figure in results.figures:
+        key = figure.operation, figure.implementation, figure.wire, figure.transport, figure.routing
+        if figure.seconds is not None:  # a wrong result has none
+            groups.setdefault(key, []).append(Point(figure.wire_bytes, figure.seconds.median))
+    usable = {key: group for key, group in groups.items() if len({point.wire_bytes for point in group}) > 1}
+    return {key: fit_points(group) for key, group in usable.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The plan
 
 
 @dataclass(frozen=True)

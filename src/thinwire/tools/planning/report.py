@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from thinwire.tools.bench.results import Results
 from thinwire.tools.bench.units import significant
 from thinwire.tools.planning.crossing import DENSE, Crossings
-from thinwire.tools.planning.fit import Fit
 from thinwire.tools.planning.model import GPUS, Link, Model
-from thinwire.tools.planning.plan import Planned, Request
+from thinwire.tools.planning.plan import Fit, Planned, Request
 
 
 def describe(planned: Planned, gpu: str | None = None) -> str:

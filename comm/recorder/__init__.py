@@ -1,1 +1,0 @@
-"""What every call leaves behind: the flight recorder's entries."""
