@@ -2,7 +2,7 @@
 
     sudo .venv/bin/python -m benchmarks.bench_fsdp --json benchmarks/results/cpu/fsdp_link.json
 
-The hosts are two network namespaces of this machine (see `thinwire/tools/link.py`), with one rank each, over Gloo; the
+The hosts are two network namespaces of this machine (see `benchmarks/link.py`), with one rank each, over Gloo; the
 transport is staged. Each way to send has a model of its own, of --blocks pairs of square Linear layers, each pair
 sharded by `fully_shard`. Their steps, a forward and a backward of one row each, take turns. Parameters are float32 and
 gathered in bfloat16; gradients are reduced in bfloat16, or in float32.
@@ -27,10 +27,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from benchmarks import timing
+from benchmarks import link, timing
 from thinwire.comm import Communicator
 from thinwire.integrations import fsdp
-from thinwire.tools import link
 
 STOCK = "stock"
 WIRES = {STOCK: None, "none": "none", "int8": "int8", "int8+h64": "int8+h64"}

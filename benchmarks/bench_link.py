@@ -2,7 +2,7 @@
 
     sudo .venv/bin/python -m benchmarks.bench_link --json benchmarks/results/cpu/link.json
 
-The hosts are two network namespaces of this machine (see `thinwire/tools/link.py`), with one rank each, over Gloo. Each
+The hosts are two network namespaces of this machine (see `benchmarks/link.py`), with one rank each, over Gloo. Each
 rank sends the other --rows bfloat16 rows, by default 32 MiB, and receives as many; it has no rows for itself. The times
 include quantising, packing, unpacking and dequantising.
 
@@ -48,10 +48,9 @@ if not __package__:  # run as a file
 import torch
 import torch.distributed as dist
 
-from benchmarks import processor_time, timing
+from benchmarks import link, processor_time, timing
 from thinwire.comm import Communicator
 from thinwire.fused.all_to_all import all_to_all_v
-from thinwire.tools import link
 from thinwire.wire import WireFormat
 
 COLLECTIVE = "all_to_all_single bf16"

@@ -37,12 +37,11 @@ import torch
 from benchmarks import timing
 from thinwire.comm import Communicator
 from thinwire.comm.launch.bootstrap import init
-from thinwire.tools.bench import baselines, operations
-from thinwire.tools.bench.contender import Candidate, Contender, NotHere, label_of
-from thinwire.tools.bench.measure import measure
-from thinwire.tools.bench.mpi import NAME, OpenMPI
+from thinwire.tools.bench import contenders
+from thinwire.tools.bench.contenders import OPEN_MPI, OpenMPI
 from thinwire.tools.bench.options import Settings, parse_bytes
-from thinwire.tools.bench.problems import AllGather, AllReduce, AllToAll, Problem, ReduceScatter
+from thinwire.tools.bench.problems import Collective
+from thinwire.tools.bench.timing import Candidate, Contender, NotHere, measure
 
 COLUMNS = {
     "operation": "s", "size": "d", "rows": "d", "what": "s", "us": ".1f", "least": ".1f", "most": ".1f",
@@ -59,31 +58,27 @@ def goal_of(operation: str, what: str, rows: int, ranks: int) -> float | None:
         return 1.0 if ranks == 2 else 0.9
     if operation == "all_to_all_v" and what == "thinwire/int8/direct" and rows >= 1024:
         return 0.9
-    if operation == "all_to_all_v" and what == "tw.empty/none/direct" and rows >= 1024 and ranks == 2:
-        return 1.2 if rows >= 4096 else 1.3
     return 1.0 if operation == "all_reduce" and what == "thinwire/int8/direct" else None
 
 
-def problems(comm: Communicator, rows: Sequence[int], sizes: Sequence[int]) -> Iterator[Problem]:
+def problems(comm: Communicator, rows: Sequence[int], sizes: Sequence[int]) -> Iterator[Collective]:
     """What is to be solved, one after the other, so that their memory need not be there at once."""
     for count in rows:
         counts = np.full((comm.size, comm.size), count)
-        yield AllToAll(comm, torch.bfloat16, counts, HIDDEN, 1.0)
-    for kind in (AllReduce, ReduceScatter, AllGather):
+        yield Collective(comm, torch.bfloat16, "all_to_all_v", counts=counts, width=HIDDEN)
+    for operation in ("all_reduce", "reduce_scatter", "all_gather"):
         for size in sizes:
-            yield kind(comm, torch.float32, size)
+            yield Collective(comm, torch.float32, operation, size)
 
 
-def candidates(problem: Problem, world: OpenMPI) -> Iterator[Candidate]:
+def candidates(problem: Collective, world: OpenMPI) -> Iterator[Candidate]:
     """What is compared; the label of each stands in the column `what`."""
-    yield baselines.of_mpi(problem, world)
+    yield world.collective(problem)
     for wire in WIRES:
-        yield operations.collective(problem, wire, "direct")
-    if isinstance(problem, AllToAll | AllGather):
-        yield operations.straight(problem)
-    yield baselines.of_group(problem, "gloo")
+        yield contenders.thinwire_collective(problem, wire, "direct")
+    yield contenders.group_collective(problem, "gloo")
     source = problem.x.new_ones(problem.size_bytes // problem.dtype.itemsize)
-    yield baselines.copy(source, torch.empty_like(source), (problem.operation,))
+    yield contenders.copy(source, [problem.operation])
 
 
 def behind(candidate: Candidate, barrier: Callable[[], object]) -> Candidate:
@@ -101,7 +96,7 @@ def behind(candidate: Candidate, barrier: Callable[[], object]) -> Candidate:
         made.call = run
         return made
 
-    return replace(candidate, make=make)
+    return candidate._replace(make=make)
 
 
 def least_time(barrier: Callable[[], object]) -> float:
@@ -115,10 +110,10 @@ def least_time(barrier: Callable[[], object]) -> float:
     return min(taken) * 1e6
 
 
-def figures(problem: Problem, samples: timing.Times, barrier: float) -> list[dict[str, Any]]:
+def figures(problem: Collective, samples: timing.Times, barrier: float) -> list[dict[str, Any]]:
     """A line for each that was measured; `samples` are seconds by label, and `barrier` microseconds."""
-    lines, reference = [], samples[label_of(NAME, "none", None)]
-    rows = problem.rows // problem.comm.size if isinstance(problem, AllToAll) else 0
+    lines, reference = [], samples[f"{OPEN_MPI}/none"]
+    rows = 0 if problem.counts is None else problem.rows // problem.comm.size
     for what, taken in samples.items():
         ratios = [theirs / own for theirs, own in zip(reference, taken, strict=True)]
         line = {
@@ -152,18 +147,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             world = OpenMPI(comm)
         except NotHere as reason:
-            raise SystemExit(f"{NAME}: {reason}; see python -m benchmarks.bench_mpi --help") from None
+            raise SystemExit(f"{OPEN_MPI}: {reason}; see python -m benchmarks.bench_mpi --help") from None
         for problem in problems(comm, options.rows, sizes):
             compared = [behind(each, world.barrier) for each in candidates(problem, world)]
             checked = replace(settings, check=problem.size_bytes <= _MOST_CHECKED)
             barrier = least_time(world.barrier)
-            found = measure(comm, compared, checked, None)
-            if missing := [
-                label for label, operation in found.wire_bytes if f"{label} {operation}" not in found.samples
-            ]:
+            found = measure(comm, compared, checked)
+            if missing := [label for label, operation in found.sent if (label, operation) not in found.samples]:
                 raise SystemExit(f"{problem.operation} of {problem.size_bytes} bytes: wrong results of {missing}")
-            samples = {name.removesuffix(f" {problem.operation}"): taken for name, taken in found.samples.items()}
-            lines += figures(problem, samples, barrier)
+            lines += figures(problem, {label: taken for (label, _), taken in found.samples.items()}, barrier)
         if comm.rank == 0:
             timing.print_machine(described)
             launched = f"mpirun -np {comm.size}"

@@ -3,7 +3,7 @@
     sudo .venv/bin/python -m benchmarks.bench_on_link all_reduce -b 32M -e 32M --json all_reduce_link.json
 
 Takes the options of `thinwire bench`, and --rate. The hosts are two network namespaces of this machine, with one rank
-each (see `thinwire/tools/link.py`), so the transport is staged. With --json each rate has its own file, with the rate
+each (see `benchmarks/link.py`), so the transport is staged. With --json each rate has its own file, with the rate
 in its name.
 """
 
@@ -17,13 +17,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks import timing
+from benchmarks import link, timing
 from thinwire.comm import Communicator
-from thinwire.tools import link
-from thinwire.tools.bench.launch import content_of, print_end
-from thinwire.tools.bench.machine import in_words
-from thinwire.tools.bench.options import Settings, parse_rate
-from thinwire.tools.bench.session import Results, run_session
+from thinwire.tools.bench.options import Settings
+from thinwire.tools.bench.results import in_words
+from thinwire.tools.bench.session import Results, content_of, print_end, run_session
 from thinwire.tools.commands import bench
 
 
@@ -65,9 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_end(results)
         wrong += results.wrong
         if options.json:
-            stated = replace(settings, link=parse_rate("--rate", rate.replace("g", "G").replace("m", "M")))
             command = shlex.join(["python", "-m", "benchmarks.bench_on_link", *given])
-            content = content_of(stated, described, 2, f"two hosts joined by {rate}", command, results)
+            content = content_of(settings, described, 2, f"two hosts joined by {rate}", command, results)
             file = options.json.with_stem(f"{options.json.stem}_{rate}")
             file.write_text(json.dumps(content, indent=1) + "\n")
     return 1 if wrong else 0

@@ -2,7 +2,7 @@
 
     sudo .venv/bin/python -m benchmarks.bench_two_level --json benchmarks/results/cpu/two_level.json
 
-The hosts are two network namespaces of this machine (see `thinwire/tools/link.py`), with --ranks-per-host ranks each.
+The hosts are two network namespaces of this machine (see `benchmarks/link.py`), with --ranks-per-host ranks each.
 A round is a dispatch of --host-tokens bfloat16 tokens a host to --top-k of --experts experts, drawn evenly, which give
 back what they get, and the combine. `fp8, none` sends the tokens in fp8 and the sums back in bfloat16. The collectives
 are of --mebibytes MiB of bfloat16 a rank.
@@ -45,12 +45,11 @@ import torch
 import torch.distributed as dist
 
 import thinwire as tw
-from benchmarks import timing
+from benchmarks import link, timing
 from benchmarks.bench_link import HEADERS, checked_rate, with_spread
 from thinwire.comm import Communicator
 from thinwire.fused.partition import gathered_parts, split_parts
 from thinwire.moe.routing import expert_range
-from thinwire.tools import link
 from thinwire.wire import WireFormat
 
 ROUND, ALL_REDUCE, ALL_GATHER = OPERATIONS = ("round", "all_reduce", "all_gather")

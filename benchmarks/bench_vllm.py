@@ -12,7 +12,7 @@ taken:
     decode    tokens generated a second, 32 a request after prompts of 8
 
 `x one process` are ratios of the medians within a run; shown is their median, and in parentheses the least and the
-greatest run. Two hosts are network namespaces of this machine (see `thinwire/tools/link.py`), which only root can make.
+greatest run. Two hosts are network namespaces of this machine (see `benchmarks/link.py`), which only root can make.
 vLLM by itself cannot share experts between CPU ranks; what it says, with and without expert parallelism, is recorded.
 """
 
@@ -30,9 +30,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import timing
+from benchmarks import link, timing
 from tests.integrations import serve_check
-from thinwire.tools import link
 
 ALONE, REQUESTS = "one process", 16
 #: Of each way: data-parallel ranks, the wire, and the rate of the link if they are on two hosts.

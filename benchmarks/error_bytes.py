@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from torch import Tensor, nn
 
 from thinwire.fused.codec import dequantize, quantize
-from thinwire.moe.tiny import TINY_MOE_PATH, load_tiny_moe, text_windows
-from thinwire.tools.bench.plots import Picture
-from thinwire.tools.bench.style import DARK, GREY, STRIPE, Series, Styles, blank, decimal_ticks, log_axis, styled
+from thinwire.tools.bench.plots import DARK, DPI, GREY, STRIPE, WIDTH, colour_of, decimal_ticks, log_axis, styled
+from thinwire.tools.demo.tiny_moe import HELD_OUT_PATH, load_tiny_moe, text_windows
 from thinwire.wire import WireFormat
 
 #: From the most bytes to the fewest.
@@ -61,7 +61,7 @@ class Cost:
 def model_activations(windows: int = _MODEL_WINDOWS) -> Tensor:
     """What enters the MoE layers of the packaged model on its held-out text: float32 [rows, 256], layer by layer."""
     model, found = load_tiny_moe(), []
-    text = TINY_MOE_PATH.with_name("heldout.txt").read_bytes()
+    text = HELD_OUT_PATH.read_bytes()
     inputs = text_windows(text, model.config.context)[0][0][:windows]
 
     def keep(_: nn.Module, __: object, normed: Tensor) -> None:
@@ -107,14 +107,23 @@ def _cost(wire: WireFormat, name: str, rows: Tensor, columns: Tensor | None) -> 
     return Cost(str(wire), name, hidden, size, float(torch.linalg.norm(got - wanted) / torch.linalg.norm(wanted)))
 
 
-def draw_error_bytes(costs: Sequence[Cost]) -> Picture:
+#: How the picture is read, and what it does not show.
+CAPTION = (
+    "Shorter bars and marks further left are better. Every format quantises the same bfloat16 rows once and gives "
+    "them back in bfloat16. Circles: Gaussian rows. Triangles: the same rows with 4 channels 50 times as large; "
+    "the error is that of the other elements, which a scale shared with one of these channels makes coarse. "
+    "Diamonds: what enters the MoE layers of the packaged model, rows of 256, on text that it was not trained on. "
+    "It does not show what an error does to a model's answers, nor how long quantising takes."
+)
+
+
+def draw_error_bytes(costs: Sequence[Cost]) -> Figure:
     """A line for each format: its bytes to the left, its errors to the right."""
     wires = list(dict.fromkeys(cost.wire for cost in costs))
     places = {wire: place for place, wire in enumerate(wires)}
-    styles = Styles(Series("thinwire", wire, None) for wire in wires)
-    colours = {wire: styles.colour(Series("thinwire", wire, None)) for wire in wires}
+    colours = {wire: colour_of("thinwire", wire) for wire in wires}
     with styled():
-        made = blank(0.44 * len(wires) + 1.6)
+        made = Figure(figsize=(WIDTH, 0.44 * len(wires) + 1.6), dpi=DPI, layout="constrained")
         bars, dots = made.subplots(1, 2, sharey=True, width_ratios=(2, 3))
         for cost in costs:
             if cost.rows == GAUSSIAN:
@@ -141,13 +150,4 @@ def draw_error_bytes(costs: Sequence[Cost]) -> Picture:
         dots.set_title("Error of one pass")
         handles = [Line2D([], [], color=DARK, linestyle="none", **_MARKERS[kind]) for kind in _MARKERS]
         made.legend(handles, list(_MARKERS), loc="outside lower center", ncols=len(handles), handletextpad=0.1)
-    return Picture(
-        "error_bytes",
-        "Bytes and error of every wire format",
-        "Shorter bars and marks further left are better. Every format quantises the same bfloat16 rows once and gives "
-        "them back in bfloat16. Circles: Gaussian rows. Triangles: the same rows with 4 channels 50 times as large; "
-        "the error is that of the other elements, which a scale shared with one of these channels makes coarse. "
-        "Diamonds: what enters the MoE layers of the packaged model, rows of 256, on text that it was not trained on. "
-        "It does not show what an error does to a model's answers, nor how long quantising takes.",
-        made,
-    )
+    return made

@@ -11,7 +11,8 @@ import torch
 
 from benchmarks import timing
 from thinwire.tools.cli import main
-from thinwire.tools.demo import WireScore, format_table
+from thinwire.tools.commands.demo import format_table
+from thinwire.tools.demo.tiny_moe import WireScore
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "benchmarks" / "results" / "cpu" / "demo.json"

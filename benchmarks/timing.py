@@ -1,6 +1,6 @@
 """What the scripts here share: their command line, their tables and the files that they write.
 
-How times of ranks are taken is `thinwire.tools.bench.timing`'s, and on what machine `thinwire.tools.bench.machine`'s.
+How times of ranks are taken is `thinwire.tools.bench.timing`'s, and on what machine `thinwire.tools.bench.results`'s.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from thinwire.testing import run_ranks
-from thinwire.tools.bench.machine import commit, machine
-from thinwire.tools.bench.timing import Laps, Times, interleaved_over_ranks, median_ratio, sampler
+from thinwire.tools.bench.results import commit, machine, median_ratio
+from thinwire.tools.bench.timing import Laps, Times, interleaved_over_ranks, sampler
 
 __all__ = [
     "Laps",

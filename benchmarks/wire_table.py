@@ -27,15 +27,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from benchmarks import timing
 from benchmarks.error_bytes import GAUSSIAN, MODEL, OUTLIERS, kinds_of_rows
 from benchmarks.field_formats import FIELD
 from thinwire.fused.codec import dequantize, quantize
-from thinwire.moe.tiny import TINY_MOE_PATH
-from thinwire.tools.bench.plots import Picture
-from thinwire.tools.bench.style import GREY, Series, Styles, canvas, decimal_ticks, log_axis, png, styled
+from thinwire.tools.bench.plots import GREY, canvas, colour_of, decimal_ticks, log_axis, png, styled
+from thinwire.tools.demo.tiny_moe import HELD_OUT_PATH
 from thinwire.wire import WireFormat
 
 ROOT = Path(__file__).parents[1]
@@ -109,7 +109,7 @@ class SmolLM2:
         config = self._model.config
         if config.num_experts_per_tok != config.num_local_experts:
             raise SystemExit(f"{folder}: a model all of whose experts are active is needed")
-        text = TINY_MOE_PATH.with_name("heldout.txt").read_text()
+        text = HELD_OUT_PATH.read_text()
         ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids
         self._windows = ids[:, : WINDOWS * CONTEXT].view(WINDOWS, 1, CONTEXT)
         self._exact = self._logits()
@@ -213,10 +213,16 @@ def undominated(rows: Sequence[Row]) -> list[Row]:
     return best
 
 
-def draw(rows: Sequence[Row]) -> Picture:
+#: How the picture is read.
+CAPTION = (
+    "Marks further left and lower are better. The line joins those that no format of as few bytes beats. Diamonds are "
+    "formats of others. SmolLM2, both legs through the format, on two simulated ranks."
+)
+
+
+def draw(rows: Sequence[Row]) -> Figure:
     """Bytes against KL; thinwire's names to the left of their marks, those of others to the right."""
     shown = [row for row in rows if row.kl is not None and row.kl > 1e-9]
-    styles = Styles(Series("thinwire", row.name, None) for row in shown)
     with styled():
         made, axes = canvas("Bytes and what they do to the next token", 6.4)
         best = undominated(shown)
@@ -225,7 +231,7 @@ def draw(rows: Sequence[Row]) -> Picture:
         )
         for row in shown:
             own = not row.source
-            colour = styles.colour(Series("thinwire", row.name, None)) if own else GREY
+            colour = colour_of("thinwire", row.name) if own else GREY
             face = colour if own else "white"
             place = row.bytes_an_element, 1e4 * row.kl
             axes.plot(*place, marker="o" if own else "D", color=colour, markerfacecolor=face, linestyle="none")
@@ -235,13 +241,7 @@ def draw(rows: Sequence[Row]) -> Picture:
         low, high = min(values) / 2, max(values) * 2
         log_axis(axes.yaxis, decimal_ticks(low, high), lambda value: f"{value:g}")
         axes.set(xlabel="bytes an element", ylabel="KL of the next token, 1e-4 nats", ylim=(low, high), xlim=(0.3, 2.3))
-    return Picture(
-        "wire_table",
-        "Bytes and divergence of all formats, and of the field's",
-        "Marks further left and lower are better. The line joins those that no format of as few bytes beats. Diamonds "
-        "are formats of others. SmolLM2, both legs through the format, on two simulated ranks.",
-        made,
-    )
+    return made
 
 
 def write_page(rows: Sequence[Row]) -> None:
@@ -257,15 +257,14 @@ def main() -> None:
     target = RESULTS / "cpu" / "wire_table.json"
     before = [Row(**row) for row in json.loads(target.read_text())["figures"]] if target.exists() else []
     rows = completed(measure(SmolLM2(options.smollm2) if options.smollm2 else None), before)
-    picture = draw(rows)
     timing.write_json(
         target,
         machine={"torch": torch.__version__},
-        caption=picture.caption,
+        caption=CAPTION,
         tokens=WINDOWS * CONTEXT,
         figures=[dataclasses.asdict(row) for row in rows],
     )
-    (ROOT / "docs" / "wire_table.png").write_bytes(png(picture.canvas))
+    (ROOT / "docs" / "wire_table.png").write_bytes(png(draw(rows)))
     write_page(rows)
     print(markdown(rows), end="")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.error_bytes import draw_error_bytes, measure
-from thinwire.tools.bench.style import png
+from benchmarks.error_bytes import CAPTION, draw_error_bytes, measure
+from thinwire.tools.bench.plots import png
 from thinwire.version import VERSION
 
 ROOT = Path(__file__).parents[1]
@@ -22,12 +22,11 @@ ROOT = Path(__file__).parents[1]
 
 def main() -> None:
     costs = measure()
-    picture = draw_error_bytes(costs)
-    (ROOT / "docs" / "error_bytes.png").write_bytes(png(picture.canvas))
+    (ROOT / "docs" / "error_bytes.png").write_bytes(png(draw_error_bytes(costs)))
     content = {
         "command": "python docs/draw_error_bytes.py",
         "machine": {"thinwire": VERSION, "torch": torch.__version__},
-        "caption": picture.caption,
+        "caption": CAPTION,
         "figures": [dataclasses.asdict(cost) for cost in costs],
     }
     (ROOT / "benchmarks/results/cpu/error_bytes.json").write_text(json.dumps(content, indent=1) + "\n")

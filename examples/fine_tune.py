@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 import thinwire as tw
 from thinwire.moe.routing import load_balancing_loss
-from thinwire.moe.tiny import TinyMoE, bits_per_byte, load_tiny_moe
+from thinwire.tools.demo.tiny_moe import TinyMoE, bits_per_byte, load_tiny_moe
 
 RUNS = {
     "none": {"wire": "none", "grad_wire": "none"},

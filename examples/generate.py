@@ -38,7 +38,7 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from thinwire.moe.tiny import load_tiny_moe, text_windows
+from thinwire.tools.demo.tiny_moe import HELD_OUT_PATH, load_tiny_moe, text_windows
 
 PROMPTS = (
     "The capital of France is",
@@ -46,7 +46,6 @@ PROMPTS = (
     "def fibonacci(n):",
     "Water boils at a lower temperature on a mountain because",
 )
-HELD_OUT = Path(tw.__file__).parent / "moe" / "tiny_moe" / "heldout.txt"
 WINDOWS, CONTEXT = 2, 512  # of held-out text that a rank reads, and their tokens
 
 
@@ -109,7 +108,7 @@ def greedy(model: nn.Module, ids: torch.Tensor, count: int) -> torch.Tensor:
 
 def held_out_windows(tokenizer: Any, rank: int) -> list[torch.Tensor]:
     """[1, CONTEXT] tokens each; other ones for each rank, as far as the text goes."""
-    ids = tokenizer(HELD_OUT.read_text(), return_tensors="pt").input_ids[0]
+    ids = tokenizer(HELD_OUT_PATH.read_text(), return_tensors="pt").input_ids[0]
     windows = ids[: len(ids) // CONTEXT * CONTEXT].view(-1, 1, CONTEXT)
     return list(windows.roll(-WINDOWS * rank, 0)[:WINDOWS])
 
@@ -195,7 +194,7 @@ def score_tiny_moe(comm: tw.Communicator, wires: list[str]) -> dict[str, Any]:
     torch.set_num_threads(1)
     whole = load_tiny_moe()
     config = whole.config
-    tokens = text_windows(HELD_OUT.read_bytes(), config.context)[0][0][comm.rank :: comm.size][:2]
+    tokens = text_windows(HELD_OUT_PATH.read_bytes(), config.context)[0][0][comm.rank :: comm.size][:2]
     norms = {n: block.moe_norm for n, block in enumerate(whole.blocks)}
     before, _ = inputs_of(norms, lambda: whole(tokens))
     inputs = {n: norms[n](x) for n, x in before.items()}

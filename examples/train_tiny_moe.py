@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from thinwire.moe.checkpoint import save_checkpoint
 from thinwire.moe.routing import load_balancing_loss
-from thinwire.moe.tiny import TinyMoE, TinyMoEConfig, bits_per_byte, load_tiny_moe, text_windows
+from thinwire.tools.demo.tiny_moe import TinyMoE, TinyMoEConfig, bits_per_byte, load_tiny_moe, text_windows
 
 HELDOUT_BYTES = 16 * 1024
 TOPIC_CHARACTERS = range(1000, 10_001)

@@ -29,8 +29,8 @@ def test_without_a_command_it_prints_help(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bnech"], "thinwire: error: 'bnech' is no command; did you mean bench?; accepted: demo, bench, report"),
-        (["qqq", "--json", "x"], "thinwire: error: 'qqq' is no command; accepted: demo, bench, report"),
+        (["bnech"], "thinwire: error: 'bnech' is no command; did you mean bench?; accepted: demo, bench, doctor"),
+        (["qqq", "--json", "x"], "thinwire: error: 'qqq' is no command; accepted: demo, bench, doctor"),
         (["demo", "--rnks", "2"], "thinwire demo: error: unrecognized arguments: --rnks 2; did you mean --ranks?"),
         (["doctor", "--jsno=x"], "thinwire doctor: error: unrecognized arguments: --jsno=x; did you mean --json?"),
         (["doctor", "--qqq"], "thinwire doctor: error: unrecognized arguments: --qqq\n"),

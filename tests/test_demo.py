@@ -12,10 +12,11 @@ import pytest
 
 from thinwire.tools.cli import main
 from thinwire.tools.commands import demo
+from thinwire.tools.demo.tiny_moe import load_tiny_moe
 
 
 def _held_out(size: int) -> bytes:
-    return (resources.files("thinwire.moe") / "tiny_moe" / "heldout.txt").read_bytes()[:size]
+    return (resources.files("thinwire.tools.demo") / "heldout.txt").read_bytes()[:size]
 
 
 @pytest.mark.exhaustive
@@ -44,14 +45,12 @@ def test_the_demo_prints_its_table_and_int8_costs_less_than_half_a_percent(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ranks", "0"], "--ranks 0: at least 1"),
-        (["--ranks", "100"], "--ranks 100: the model has 8 experts"),
+        (["--ranks", "0"], "--ranks 0: 1 to 8 are accepted"),
+        (["--ranks", "100"], "--ranks 100: 1 to 8 are accepted, as every rank needs one of the experts"),
         (["--wire", "int8,int9"], "unknown wire format 'int9'; accepted: none, int8"),
         (["--text", "/nonexistent"], "--text /nonexistent: No such file or directory"),
         (["--text", "/dev/null"], "at least 2 bytes is needed, this has 0"),
         (["--json", "/nonexistent/figures"], "--json /nonexistent/figures: No such file or directory"),
-        (["--link", "1Gbps"], "--link 1Gbps: a number and Mbit or Gbit is needed, such as 1Gbit"),
-        (["--link", "1Gbit", "--ranks", "4"], "--ranks 4: --link joins 2 hosts of one rank each"),
         (["--timeout", "nan"], "--timeout nan: a number of seconds above 0"),
     ],
 )
@@ -75,16 +74,9 @@ for arguments in (["--ranks", "9"], ["--wire", "int9"], ["--text", "/nonexistent
     assert done.returncode == 0 and done.stderr.count("thinwire: error: ") == 4, done.stderr
 
 
-def test_ranks_that_do_not_fit_into_memory_are_refused_and_many_on_a_core_are_warned_of(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(demo, "_available_mib", lambda: 1000)
-    assert main(["demo", "--ranks", "4"]) == 2
-    assert "--ranks 4: they need about 1024 MiB of memory; 1000 MiB are available" in capsys.readouterr().err
-    monkeypatch.setattr(demo, "_available_mib", lambda: None)
-    monkeypatch.setattr(demo.os, "sched_getaffinity", lambda pid: {0})
-    assert main(["demo", "--ranks", "8", "--text", "/nonexistent"]) == 2
-    assert "warning: 8 ranks share 1 cores" in capsys.readouterr().err
+def test_the_models_sizes_are_what_the_command_says() -> None:
+    config = load_tiny_moe().config
+    assert (config.num_layers, config.num_experts, config.top_k, config.hidden_size) == (3, demo._EXPERTS, 2, 256)
 
 
 @pytest.mark.exhaustive
@@ -101,5 +93,5 @@ def test_what_is_done_is_told_from_the_beginning(tmp_path: Path) -> None:
     told = [line.partition("] ")[2] for line in [*lines, *rest.splitlines(keepends=True)]]
     told = [line for line in told if line != "  still at it\n"]  # of what takes long here
     assert told[:2] == ["loading torch ...\n", "starting 2 ranks ...\n"]
-    assert told[2].startswith("preparing kernels of dispatch, 1 of 3") and "scoring with int8 ...\n" in told
+    assert told[2] == "scoring with the unsharded model ...\n" and "scoring with int8 ...\n" in told
     assert process.returncode == 0 and "\nint8 " in shown

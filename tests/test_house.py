@@ -40,7 +40,7 @@ def test_the_wheel_holds_exactly_the_tracked_package_files(wheel: Path) -> None:
     }
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert held == expected
-    assert "thinwire/moe/tiny_moe/tiny_moe.safetensors" in held and "thinwire/py.typed" in held
+    assert "thinwire/tools/demo/tiny_moe.safetensors" in held and "thinwire/py.typed" in held
 
 
 @pytest.mark.exhaustive

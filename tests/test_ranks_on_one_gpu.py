@@ -16,8 +16,8 @@ from tests.gpu.capture import capture
 from thinwire._rank_thread import require_queues
 from thinwire.errors import TransportUnavailable
 from thinwire.testing import run_ranks
-from thinwire.tools.bench.launch import _placed
 from thinwire.tools.bench.options import Settings
+from thinwire.tools.bench.session import _placed
 
 QUEUES, LOADING = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
 

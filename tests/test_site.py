@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,9 +16,9 @@ import pytest
 
 pytest.importorskip("mkdocs", reason="the site needs mkdocs")
 pytest.importorskip("mkdocstrings", reason="the site needs mkdocstrings")
-from tests.bench.test_report import CHROMIUM, in_browser
 
-pytestmark = [pytest.mark.exhaustive, in_browser]
+CHROMIUM = shutil.which("chromium")
+pytestmark = [pytest.mark.exhaustive, pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")]
 ROOT = Path(__file__).parents[1]
 PAGES = (
     "index.html", "quick-start.html", "rounds.html", "training.html", "performance.html", "compatibility.html",

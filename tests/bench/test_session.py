@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,32 +17,30 @@ import torch
 
 pytest.importorskip("numba", reason="the CPU kernels need numba")
 
+from thinwire import files
 from thinwire.comm import Communicator
 from thinwire.errors import TransportUnavailable
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
-from thinwire.tools.bench import launch, machine, operations
-from thinwire.tools.bench.checks import Verdict
-from thinwire.tools.bench.expert_problem import Round
+from thinwire.tools.bench import contenders, session
 from thinwire.tools.bench.options import COLLECTIVES, OPERATIONS, ROUND, Routing, Settings
-from thinwire.tools.bench.session import Results, Session, run_session
+from thinwire.tools.bench.problems import Round, Verdict
+from thinwire.tools.bench.session import Results, run_session
 from thinwire.tools.cli import main
 from thinwire.wire import WireFormat
 
 RANKS, HIDDEN = 3, 96
-#: What can be into memory of `thinwire.empty`, too.
-STRAIGHT = ("all_to_all_v", "all_gather")
-SMALL = Settings(
-    sizes=(6000,), tokens=(5,), iterations=2, warmup=0, sample_seconds=0, hidden=HIDDEN, experts=6, top_k=2
-)
+FEW = {"sizes": (6000,), "tokens": (5,), "iterations": 2, "warmup": 0, "sample_seconds": 0.0}
+SMALL = {**FEW, "hidden": HIDDEN, "experts": 6, "top_k": 2}
+ONE_WAY = {"wires": ("none",), "transports": ("staged",), "baselines": ()}
 
 
-def _run(settings: Settings) -> Results:
-    return run_ranks(run_session, RANKS, settings, mode="thread", timeout=300)[0]
+def _run(**changes: Any) -> Results:
+    return run_ranks(run_session, RANKS, Settings(**{**SMALL, **changes}), mode="thread", timeout=300)[0]
 
 
-def _with(**changes: Any) -> Settings:
-    return Settings(**{**SMALL.__dict__, **changes})
+def _as_threads(*args: Any, **kwargs: Any) -> Any:
+    return run_ranks(*args, **{**kwargs, "mode": "thread"})
 
 
 def _lines(results: Results, operation: str) -> dict[tuple[str, str, str | None], dict[str, Any]]:
@@ -52,21 +51,18 @@ def _lines(results: Results, operation: str) -> dict[tuple[str, str, str | None]
     }
 
 
-def test_every_operation_is_right_and_says_what_it_sends() -> None:
-    results = _run(SMALL)
+def test_every_operation_is_right_and_says_what_it_sends(capsys: pytest.CaptureFixture[str]) -> None:
+    results = _run()
     assert results.wrong == 0
+    settings = Settings()
     for operation in OPERATIONS:
         lines = _lines(results, operation)
         copies = [] if operation == "moe" else [("copy", "none", None)]
-        ways = [("thinwire", wire, way) for way in SMALL.transports for wire in SMALL.wires]
-        if operation in STRAIGHT:  # behind the others of its transport
-            ways.insert(ways.index(("thinwire", SMALL.wires[-1], "direct")) + 1, ("tw.empty", "none", "direct"))
+        ways = [("thinwire", wire, way) for way in settings.transports for wire in settings.wires]
         assert list(lines) == copies + ways
         for (name, wire, _), line in lines.items():
             seconds = line["seconds"]
             assert 0 < seconds["minimum"] <= seconds["median"] <= seconds["maximum"] and line["wrong"] == 0
-            assert 0 < line["fastest_rank"] <= seconds["median"] and line["rank_spread"] >= 0
-            assert (line["period"] is not None and line["period"] > 0) == (operation == "moe")
             assert line["algorithm_bandwidth"] == line["size_bytes"] / seconds["median"]
             assert line["bus_bandwidth"] == line["logical_bytes"] / seconds["median"]
             if name == "thinwire":
@@ -86,31 +82,23 @@ def test_every_operation_is_right_and_says_what_it_sends() -> None:
     for key, line in _lines(results, "moe").items():
         assert line["logical_bytes"] == 2 * dispatched[key]["logical_bytes"]
         assert line["max_violation"] == max(results.expert_load) * 6 / sum(results.expert_load) - 1
-    assert {entry["implementation"] for entry in results.skipped} >= {"Open MPI", "group"}
+    assert {entry["implementation"] for entry in results.skipped} == {"Open MPI", "group"}
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1].split() == "# rank process host device".split()
+    expected = [f"# {rank} {os.getpid()} {socket.gethostname()} cpu".split() for rank in range(RANKS)]
+    assert [line.split() for line in printed[2 : 2 + RANKS]] == expected
+    assert sum(line.startswith(" ") for line in printed) == len(results.figures) and max(map(len, printed)) <= 110
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("size", [1, 1000, 200_000])
 def test_every_wire_keeps_its_bound_at_every_size(size: int, dtype: str) -> None:
-    wires = ("none", "int8", "int8:row", "int8:32", "int4", "fp8")
+    wires = ("none", "int8", "int8:row", "int8:32", "int8+h64", "int4", "fp8")
     routings = (Routing("uniform"), Routing("hot", 0.8), Routing("zipf", 1.0))
-    results = _run(_with(sizes=(size,), tokens=(1, 17), wires=wires, dtype=dtype, routings=routings, iterations=1))
+    results = _run(sizes=(size,), tokens=(1, 17), wires=wires, dtype=dtype, routings=routings, iterations=1)
     assert [line for line in results.figures if line["wrong"]] == []
     assert {line["wire"] for line in results.figures} == set(wires)
-
-
-Spoil = Callable[[torch.Tensor], object]
-
-
-def _spoiled(spoil: Spoil, original: Callable[..., Any], at_rank: int = 1) -> Callable[..., Any]:
-    def spoiled(x: torch.Tensor, *args: Any, out: torch.Tensor, **kwargs: Any) -> Any:
-        result = original(x, *args, out=out, **kwargs)
-        if kwargs["comm"].rank == at_rank and kwargs["transport"] == "direct" and kwargs["wire"] == "int8":
-            spoil(out)
-        return result
-
-    return spoiled
 
 
 def _swap_ends(out: torch.Tensor) -> None:
@@ -137,75 +125,34 @@ def _leave(out: torch.Tensor) -> None:
 )
 def test_a_wrong_result_gets_no_figure_and_the_others_are_still_printed(
     operation: str,
-    spoil: Spoil,
+    spoil: Callable[[torch.Tensor], object],
     wrong: int,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(operations, operation, _spoiled(spoil, getattr(operations, operation)))
-    monkeypatch.setattr(launch, "run_ranks", _as_threads)
+    original = getattr(contenders, operation)
+
+    def spoiled(x: torch.Tensor, *args: Any, out: torch.Tensor, **kwargs: Any) -> Any:
+        result = original(x, *args, out=out, **kwargs)
+        if kwargs["comm"].rank == 1 and kwargs["transport"] == "direct" and kwargs["wire"] == "int8":
+            spoil(out)
+        return result
+
+    monkeypatch.setattr(contenders, operation, spoiled)
+    monkeypatch.setattr(session, "run_ranks", _as_threads)
     file = tmp_path / "new" / "bench.json"
     few = ["-b", "6000", "-e", "6000", "--hidden", str(HIDDEN), "-n", "1", "-w", "0", "--sample-seconds", "0"]
     assert main(["bench", operation, *few, "--wire", "none,int8", "--ranks", "3", "--json", str(file)]) == 1
-    written = json.loads(file.read_text())
-    lines = {(line["wire"], line["transport"]): line for line in written["figures"]}
+    lines = {(line["wire"], line["transport"]): line for line in json.loads(file.read_text())["figures"]}
     bad = lines.pop(("int8", "direct"))
-    assert bad["wrong"] == wrong and bad["seconds"] is None and bad["speedup"] is None
-    assert bad["algorithm_bandwidth"] is bad["bus_bandwidth"] is bad["wire_bandwidth"] is None
+    assert bad["wrong"] == wrong and bad["seconds"] is bad["speedup"] is bad["bus_bandwidth"] is None
     assert all(line["wrong"] == 0 and line["seconds"] for line in lines.values()) and len(lines) == 4
     printed, told = (text.splitlines() for text in capsys.readouterr())
-    shown = [line.split() for line in printed if line.startswith(" ")]
-    (spoiled,) = [cells for cells in shown if "WRONG" in cells]
-    assert str(wrong) in spoiled and ["thinwire", "int8", "direct", "WRONG"] == spoiled[2:6]
-    assert len(shown) == 5 + (operation in STRAIGHT) and max(map(len, printed)) <= 110
-    # The fastest is named, wrong results and the copy apart.
-    (summary,) = [line for line in printed if line.startswith(f"# {operation}: ")]
-    assert re.match(rf"# {operation}: (thinwire|tw.empty) .*is fastest at [\d.]+ KiB", summary)
-    assert "int8 direct" not in summary and "copy is" not in summary
+    (line,) = [line.split() for line in printed if "WRONG" in line]
+    assert str(wrong) in line and ["thinwire", "int8", "direct", "WRONG"] == line[2:6]
     assert printed[-1] == f"# wrong: {wrong} elements, of {operation} thinwire"
     assert any(f"1 of 1: {operation} of 6000 bytes" in line for line in told)
-
-
-@pytest.mark.exhaustive
-def test_a_run_is_drawn_and_its_wrong_result_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(operations, "all_reduce", _spoiled(_nudge, operations.all_reduce))
-    monkeypatch.setattr(launch, "run_ranks", _as_threads)
-    few = ["-b", "600", "-e", "6000", "--tokens", "2,5", "--hidden", str(HIDDEN), "-n", "1", "-w", "0"]
-    routings = ["--routing", "uniform,hot:0.8", "--experts", "6", "--top-k", "2", "--sample-seconds", "0"]
-    assert main(["bench", "all_reduce", "moe", *few, *routings, "--ranks", "3", "--plot", str(tmp_path)]) == 1
-    assert "<td class=wrong>1</td>" in (tmp_path / "report.html").read_text()
-    assert {path.stem for path in tmp_path.glob("*.png")} >= {"bandwidth_all_reduce", "latency_moe", "traffic"}
-
-
-def test_ranks_are_told_with_their_processes_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    _run(_with(operations=("all_gather",), wires=("none",), transports=("direct",), baselines=()))
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[1].split() == "# rank process host device".split()
-    expected = [f"# {rank} {os.getpid()} {socket.gethostname()} cpu".split() for rank in range(RANKS)]
-    assert [line.split() for line in printed[2 : 2 + RANKS]] == expected
-    assert printed[2 + RANKS] == "" and printed[3 + RANKS].split()[:3] == ["#", "size", "count"]
-
-
-def test_lines_appear_as_each_size_is_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = []
-    original = Session._collective
-
-    def watched(self: Session, *args: Any) -> None:
-        if self.comm.rank == 0:
-            before.append(capsys.readouterr().out)
-        original(self, *args)
-
-    monkeypatch.setattr(Session, "_collective", watched)
-    _run(_with(operations=("all_gather",), sizes=(600, 6000), baselines=(), wires=("none",), transports=("direct",)))
-    assert len(before) == 2 and "thinwire none direct" in before[1]
-
-
-def _as_threads(*args: Any, **kwargs: Any) -> Any:
-    return run_ranks(*args, **{**kwargs, "mode": "thread"})
 
 
 @pytest.mark.parametrize("leg", ["dispatch", "combine"])
@@ -223,28 +170,36 @@ def test_a_wrong_leg_of_a_round_is_found(leg: str, monkeypatch: pytest.MonkeyPat
         return result
 
     monkeypatch.setattr(ExpertParallel, leg, spoiled)
-    results = _run(_with(operations=ROUND))
-    for line in results.figures:
+    for line in _run(operations=ROUND).figures:
         spoiled_here = line["transport"] == "staged" and line["operation"] != "dispatch"
-        assert (line["wrong"] > 0) == spoiled_here and (line["speedup"] is None) >= spoiled_here
+        assert (line["wrong"] > 0) == spoiled_here
         # A round of which one leg is wrong has no time at all.
         assert (line["seconds"] is None) == (line["transport"] == "staged")
 
 
+def test_a_wrong_leg_that_was_not_asked_for_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Round.judge
+
+    def judge(self: Round, operation: str, *args: Any, **kwargs: Any) -> Verdict:
+        return Verdict(2, 1.0, 1.0) if operation == "dispatch" else original(self, operation, *args, **kwargs)
+
+    monkeypatch.setattr(Round, "judge", judge)
+    (line,) = _run(operations=("combine",), **ONE_WAY).figures
+    assert line["wrong"] == 2 * RANKS and line["seconds"] is None
+
+
 def test_what_becomes_wrong_while_it_is_timed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = {rank: 0 for rank in range(RANKS)}
-    original = operations.all_gather
+    original = contenders.all_gather
 
     def forgets(x: torch.Tensor, **kwargs: Any) -> Any:
         calls[kwargs["comm"].rank] += 1
-        result = original(x, **kwargs)
+        original(x, **kwargs)
         if calls[kwargs["comm"].rank] > 3:
             kwargs["out"].zero_()
-        return result
 
-    monkeypatch.setattr(operations, "all_gather", forgets)
-    results = _run(_with(operations=("all_gather",), wires=("none",), transports=("staged",), baselines=()))
-    (line,) = results.figures
+    monkeypatch.setattr(contenders, "all_gather", forgets)
+    (line,) = _run(operations=("all_gather",), **ONE_WAY).figures
     assert line["wrong"] == 9000 and line["seconds"] is None
 
 
@@ -270,68 +225,108 @@ def test_what_is_wrong_only_in_a_chain_is_found(monkeypatch: pytest.MonkeyPatch)
         return result.zero_() if since[self.comm.rank] > 4 else result
 
     monkeypatch.setattr(ExpertParallel, "combine", overtaken)
-    results = _run(_with(operations=("moe",), wires=("none",), transports=("direct",), baselines=()))
-    (line,) = results.figures
-    assert line["wrong"] > 0 and line["seconds"] is line["period"] is line["fastest_rank"] is None
+    (line,) = _run(operations=("moe",), wires=("none",), transports=("direct",), baselines=()).figures
+    assert line["wrong"] > 0 and line["seconds"] is None
 
 
 def test_rows_left_from_an_earlier_call_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original, arrived = operations.all_to_all_v, {}
+    original, arrived = contenders.all_to_all_v, {}
 
     def stale(x: torch.Tensor, *counts: Any, **kwargs: Any) -> Any:
-        result = original(x, *counts, **kwargs)
+        original(x, *counts, **kwargs)
         rank, now = kwargs["comm"].rank, kwargs["out"][:1].clone()
         if rank == 1:
             kwargs["out"][:1] = arrived.get(rank, now)
         arrived[rank] = now
-        return result
 
-    monkeypatch.setattr(operations, "all_to_all_v", stale)
-    results = _run(_with(operations=("all_to_all_v",), wires=("none",), transports=("staged",), baselines=()))
-    (line,) = results.figures
+    monkeypatch.setattr(contenders, "all_to_all_v", stale)
+    (line,) = _run(operations=("all_to_all_v",), **ONE_WAY).figures
     assert line["wrong"] == HIDDEN and line["seconds"] is None
 
 
-def test_a_wrong_leg_that_was_not_asked_for_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Round, "judge_dispatch", lambda self, got, wire: Verdict(2, 1.0, 1.0))
-    results = _run(_with(operations=("combine",), wires=("none",), transports=("direct",), baselines=()))
-    (line,) = results.figures
-    assert line["wrong"] == results.wrong == 2 * RANKS and line["seconds"] is None
-
-
-def test_without_checks_nothing_is_said_of_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    results = _run(_with(operations=("all_gather",), check=False))
+def test_without_checks_nothing_is_said_of_errors() -> None:
+    results = _run(operations=("all_gather",), check=False)
     assert all(line["wrong"] is line["relative_error"] is None and line["seconds"] for line in results.figures)
 
 
 def test_a_transport_that_is_not_there_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = operations.all_gather
+    original = contenders.all_gather
 
     def refused(x: torch.Tensor, **kwargs: Any) -> Any:
         if kwargs["transport"] == "direct":
             raise TransportUnavailable("no such memory")
         return original(x, **kwargs)
 
-    monkeypatch.setattr(operations, "all_gather", refused)
-    results = _run(_with(operations=("all_gather",), wires=("none",)))
+    monkeypatch.setattr(contenders, "all_gather", refused)
+    results = _run(operations=("all_gather",), wires=("none",))
     assert {line["transport"] for line in results.figures} == {None, "staged"}
     assert {"implementation": "thinwire", "reason": "no such memory", "operation": "all_gather", "wire": "none",
             "transport": "direct"} in results.skipped  # fmt: skip
 
 
-def test_sizes_that_do_not_fit_into_memory_are_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_free", lambda device: 1 << 20)
-    results = _run(_with(operations=("all_gather", "moe"), sizes=(6000, 60000), tokens=(1, 1024)))
-    assert {line["size_bytes"] for line in results.figures} == {6000, 2 * HIDDEN}
-    reasons = {entry["implementation"]: entry["reason"] for entry in results.skipped}
-    assert reasons["all_gather of 60000 bytes"] == "needs about 3 MiB, and 1 MiB are free"
-    assert "a round of 1024 tokens" in reasons
-
-
-def test_a_run_that_could_measure_nothing_has_not_succeeded(
+def test_sizes_that_do_not_fit_into_memory_are_skipped_and_a_run_of_nothing_has_not_succeeded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(machine, "_free", lambda device: 1)
-    monkeypatch.setattr(launch, "run_ranks", _as_threads)
-    assert main(["bench", "all_gather", "-b", "6000", "-e", "6000", "--ranks", "2"]) == 1
+    monkeypatch.setattr(session, "available_bytes", lambda: 1 << 20)
+    results = _run(operations=("all_gather", "moe"), sizes=(6000, 60000), tokens=(1, 1024), **ONE_WAY)
+    assert {line["size_bytes"] for line in results.figures} == {6000, 2 * HIDDEN}
+    reasons = {entry["implementation"]: entry["reason"] for entry in results.skipped}
+    assert reasons["all_gather of 60000 bytes"] == "needs about 3 MiB, more than half of what is free"
+    assert "a round of 1024 tokens" in reasons
+    monkeypatch.setattr(session, "run_ranks", _as_threads)
+    assert main(["bench", "all_gather", "-b", "1M", "-e", "1M", "--ranks", "2"]) == 1
     assert "# nothing was measured" in capsys.readouterr().out
+
+
+def test_the_file_is_whole_after_each_size_and_says_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, seen = tmp_path / "bench.json", []
+    original = session.replace_file
+
+    def seeing(path: Path, content: bytes) -> None:
+        original(path, content)
+        written = json.loads(path.read_text())
+        left = [each["implementation"] for each in written["skipped"] if "cut off" in each["reason"]]
+        seen.append(({figure["size_bytes"] for figure in written["figures"]}, left))
+
+    monkeypatch.setattr(session, "replace_file", seeing)
+    monkeypatch.setattr(session, "run_ranks", _as_threads)
+    few = ["-b", "600", "-e", "6000", "-f", "10", "-n", "1", "-w", "0", "--sample-seconds", "0", "--wire", "none"]
+    command = ["bench", "all_gather", "--device", "cpu", "--ranks", "1", "--baselines", "copy", *few]
+    assert main([*command, "--json", str(file)]) == 0
+    assert seen == [({600}, ["all_gather of 6000 bytes"]), ({600, 6000}, []), ({600, 6000}, [])]
+    assert os.listdir(tmp_path) == ["bench.json"]
+    pipe = tmp_path / "pipe"  # which gets everything at the end
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE)
+    holding = os.open(pipe, os.O_WRONLY)  # the bench opens it once before it starts
+    assert main([*command, "--json", str(pipe)]) == 0
+    os.close(holding)
+    assert len(json.loads(reader.communicate()[0])["figures"]) > 2 and pipe.is_fifo()
+
+
+def test_a_file_that_cannot_be_replaced_keeps_what_it_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    files.replace_file(file, b"old")
+
+    def killed(*paths: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        files.replace_file(file, b"new")
+    assert file.read_bytes() == b"old"
+
+
+def test_processes_of_this_host_are_compared_with_gloo_and_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    few = ["-b", "1000", "-e", "1000", "--tokens", "7", "--hidden", "128", "--experts", "5", "--top-k", "2", "-n", "2"]
+    ways = ["--ranks", "2", "--device", "cpu", "--wire", "int8", "--transport", "staged", "--sample-seconds", "0"]
+    command = [sys.executable, "-m", "thinwire", "bench", "all_reduce", "moe", *few, *ways]
+    done = subprocess.run([*command, "--plot", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith(" ")]
+    assert [line[2] for line in lines] == ["gloo", "copy", "thinwire", "gloo", "thinwire"]
+    assert [line[-1] for line in lines if line[2] == "gloo"] == ["1.00", "1.00"]
+    assert sorted(os.listdir(tmp_path)) == ["all_reduce.png", "moe.png"]

@@ -15,6 +15,7 @@ _MOST = 4  # test files that a line names
 _BY_COMMAND = {
     "thinwire.tools.commands.bench": ("tests/bench/test_options.py",),
     "thinwire.tools.commands.sizes": ("tests/planning/test_plan.py", "tests/warmup/test_warmup.py"),
+    "thinwire.tools.planning.report": ("tests/planning/test_plan.py", "tests/planning/test_fit.py"),
     "thinwire.tools.warmup.compile": ("tests/warmup/test_warmup.py",),
 }
 _HEAD = """# Which tests test which module

@@ -30,10 +30,10 @@ from typing import Any
 
 import torch
 
+from benchmarks import link
 from benchmarks.timing import machine, write_json
 from tests.integrations import routing_record
 from thinwire.comm import Communicator
-from thinwire.tools import link
 
 WORDS, TOKENS, LIMIT = 512, 16, 600  # of the vocabulary; generated for a prompt; seconds for each run
 RATE = "10gbit"  # of the link between two hosts

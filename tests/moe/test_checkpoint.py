@@ -16,7 +16,7 @@ from thinwire.errors import CheckpointError
 from thinwire.moe import checkpoint
 from thinwire.moe.checkpoint import load_checkpoint, read_metadata, save_checkpoint
 from thinwire.moe.layer import MoELayer
-from thinwire.moe.tiny import TinyMoE, TinyMoEConfig
+from thinwire.tools.demo.tiny_moe import TinyMoE, TinyMoEConfig
 
 SMALL = TinyMoEConfig(hidden_size=16, num_layers=2, num_heads=2, num_experts=7, ff_size=12, context=32)
 

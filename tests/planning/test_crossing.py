@@ -16,9 +16,9 @@ import torch
 
 from thinwire.comm.hosts import forwarder
 from thinwire.errors import ArgumentError, ThinwireError
-from thinwire.moe.tiny import TINY_MOE_PATH
 from thinwire.tools.bench.traffic import expert_load
 from thinwire.tools.cli import main
+from thinwire.tools.demo.tiny_moe import TINY_MOE_PATH
 from thinwire.tools.planning import crossing
 from thinwire.tools.planning.crossing import DENSE, Crossing, count_crossings, draw_ids, owners_of
 from thinwire.tools.planning.plan import Request, reach

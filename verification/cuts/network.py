@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from thinwire.tools.link import burst_bytes
+from benchmarks.link import burst_bytes
 
 INTERFACE = "eth0"  # of each rank
 _NAMES = Path("/run/netns")

@@ -18,7 +18,7 @@ from thinwire.errors import ThinwireError
 from thinwire.version import VERSION
 
 #: In the order in which `--help` lists them.
-COMMANDS = ("demo", "bench", "report", "doctor", "plan", "warmup", "inspect")
+COMMANDS = ("demo", "bench", "doctor", "plan", "warmup", "inspect")
 _WIDTH = 100
 _INTERRUPTED = 128 + signal.SIGINT  # what shells say of a command that Ctrl-C ended
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeVar
 
 from thinwire.errors import ArgumentError
 from thinwire.wire import WireFormat
@@ -19,18 +17,15 @@ ROUND = ("dispatch", "combine", "moe")
 OPERATIONS = COLLECTIVES + ROUND
 TRANSPORTS = ("direct", "staged")
 DTYPES = ("bfloat16", "float16", "float32")
-BASELINES = ("group", "mpi", "quantize", "symmetric_memory", "copy")
+BASELINES = ("group", "mpi", "copy")
 DEFAULT_RANKS = 4
-#: The most ranks that are started, and experts; a results file has no more.
-_MOST_TOP_K, MOST_RANKS, MOST_EXPERTS = 32, 1024, 1 << 16
+#: The most ranks that are started; a results file has no more.
+MOST_RANKS = 1024
+_MOST_TOP_K, _MOST_EXPERTS = 32, 1 << 16
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
-_RATE = re.compile(r"(\d+(?:\.\d+)?)([kKMGT]?)(bit|B)(?:/s|ps)?")
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_MOST_BYTES, _MOST_RATE, _MOST_FACTOR, _MOST_SIZES = 1 << 50, 1e18, 1e6, 256
+_MOST_BYTES, _MOST_FACTOR, _MOST_SIZES = 1 << 50, 1e6, 256
 DEFAULT_FACTOR = 16.0
-_DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,33 +34,26 @@ class Routing:
 
     Attributes:
         kind: "uniform"; "zipf": popularity falls with a power of the place; "hot": one rank gets a share of the
-            choices; "maxvio": one expert gets so much more than the mean; "matrix": rows from rank i to rank j, out of
-            a file.
+            choices; "maxvio": one expert gets so much more than the mean.
         value: the power of zipf, the share of hot, or what maxvio has beyond the mean, by the mean.
-        file: the matrix's.
     """
 
     kind: str
     value: float = 0.0
-    file: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Routing:
-        """Reads `uniform`, `zipf:S`, `hot:SHARE`, `maxvio:V` or `matrix:FILE`.
+        """Reads `uniform`, `zipf:S`, `hot:SHARE` or `maxvio:V`.
 
         Raises:
-            ArgumentError: the text is unknown, a number is out of range, or the file does not exist.
+            ArgumentError: the text is unknown, or a number is out of range.
 
         >>> Routing.parse("zipf:1.2"), str(Routing.parse("hot:0.50"))
-        (Routing(kind='zipf', value=1.2, file=''), 'hot:0.5')
+        (Routing(kind='zipf', value=1.2), 'hot:0.5')
         """
         kind, _, rest = text.partition(":")
         if text == "uniform":
             return cls("uniform")
-        if kind == "matrix" and rest:
-            if not Path(rest).is_file():
-                raise ArgumentError(f"--routing {text}: there is no file {rest}")
-            return cls("matrix", file=rest)
         try:
             value = float(rest)
         except ValueError:
@@ -74,30 +62,19 @@ class Routing:
             return cls(kind, value)
         raise ArgumentError(
             f"--routing {text}: accepted are uniform, zipf:S with S of at least 0, hot:SHARE with a share between 0 "
-            "and 1, maxvio:V with V of at least 0, and matrix:FILE"
+            "and 1, and maxvio:V with V of at least 0"
         )
 
     def __str__(self) -> str:
-        return self.kind if self.kind == "uniform" else f"{self.kind}:{self.file or format(self.value, 'g')}"
+        return self.kind if self.kind == "uniform" else f"{self.kind}:{self.value:g}"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A whole run; the same on every rank.
+    """A whole run; the same on every rank. What an option is for, its help says.
 
-    Attributes:
-        operations: in the order in which they are measured.
-        sizes: bytes of a rank's buffer, of collectives.
-        tokens: of a rank, of rounds.
-        iterations: samples of each contender.
-        warmup: calls of each before them.
-        sample_seconds: how long a sample is to take, about; a shorter call is repeated within it.
-        ranks: None means the launcher's, or `DEFAULT_RANKS` processes.
-        device: "cpu" or "cuda"; None means what is there.
-        link: bytes a second, as it was stated.
-        timeout: seconds for everything.
-        wide: whether the table has all columns.
-        eager: whether no CUDA graphs are timed.
+    `sizes` are bytes of a rank's buffer in collectives, `tokens` a rank's in rounds. None for `ranks` means the
+    launcher's, or `DEFAULT_RANKS` processes; for `device` what is there. `timeout` is seconds for everything.
     """
 
     operations: tuple[str, ...] = OPERATIONS
@@ -117,29 +94,21 @@ class Settings:
     baselines: tuple[str, ...] = BASELINES
     ranks: int | None = None
     device: str | None = None
-    link: float | None = None
     timeout: float = 600.0
-    wide: bool = False
-    eager: bool = False
 
     def __post_init__(self) -> None:
-        for option, value, least in (
-            ("-n", self.iterations, 1),
-            ("-w", self.warmup, 0),
-            ("--hidden", self.hidden, 1),
-            ("--experts", self.experts, 1),
-            ("--ranks", self.ranks, 1),
-            *(("--tokens", tokens, 1) for tokens in self.tokens),
+        for option, value, least, most in (
+            ("-n", self.iterations, 1, math.inf),
+            ("-w", self.warmup, 0, math.inf),
+            ("--hidden", self.hidden, 1, math.inf),
+            ("--experts", self.experts, 1, _MOST_EXPERTS),
+            ("--top-k", self.top_k, 1, min(_MOST_TOP_K, self.experts)),
+            ("--ranks", self.ranks, 1, MOST_RANKS),
+            *(("--tokens", tokens, 1, math.inf) for tokens in self.tokens),
         ):
-            if value is not None and value < least:
-                raise ArgumentError(f"{option} {value}: at least {least} is needed")
-        for option, value, most in (("--ranks", self.ranks, MOST_RANKS), ("--experts", self.experts, MOST_EXPERTS)):
-            if value is not None and value > most:
-                raise ArgumentError(f"{option} {value}: at most {most} is accepted")
-        if not 1 <= self.top_k <= min(_MOST_TOP_K, self.experts):
-            raise ArgumentError(
-                f"--top-k {self.top_k}: 1 to {min(_MOST_TOP_K, self.experts)} of {self.experts} experts is accepted"
-            )
+            if value is not None and not least <= value <= most:
+                accepted = f"at least {least} is needed" if most == math.inf else f"{least} to {most} are accepted"
+                raise ArgumentError(f"{option} {value}: {accepted}")
         if not 0 <= self.sample_seconds < math.inf:
             raise ArgumentError(f"--sample-seconds {self.sample_seconds:g}: at least 0 is needed")
         if not 0 < self.timeout <= 1e9:
@@ -152,28 +121,17 @@ class Settings:
         Raises:
             ArgumentError, WireFormatError: an option is not accepted; the message says what is.
         """
+        as_they_are = "iterations warmup sample_seconds hidden experts top_k dtype ranks device timeout".split()
         return cls(
+            **{name: getattr(options, name) for name in as_they_are},
             operations=_among("operation", options.operations or OPERATIONS, OPERATIONS),
             sizes=tuple(sweep(options.begin, options.end, options.factor, options.increment)),
-            tokens=_each("--tokens", options.tokens, int, "whole numbers"),
-            iterations=options.iterations,
-            warmup=options.warmup,
-            sample_seconds=options.sample_seconds,
+            tokens=_whole_numbers("--tokens", options.tokens),
             check=options.check == 1,
             wires=tuple(dict.fromkeys(str(WireFormat.parse(wire)) for wire in _split("--wire", options.wire))),
             transports=_among("--transport", _split("--transport", options.transport), TRANSPORTS),
-            hidden=options.hidden,
-            experts=options.experts,
-            top_k=options.top_k,
-            dtype=options.dtype,
             routings=tuple(dict.fromkeys(map(Routing.parse, _split("--routing", options.routing)))),
             baselines=_baselines(options.baselines),
-            ranks=options.ranks,
-            device=options.device,
-            link=None if options.link is None else parse_rate("--link", options.link),
-            timeout=options.timeout,
-            wide=options.wide,
-            eager=options.eager,
         )
 
 
@@ -221,24 +179,6 @@ def sweep(begin: str, end: str, factor: float | None = None, increment: str | No
     return sizes
 
 
-def parse_rate(option: str, text: str) -> float:
-    """Bytes a second of a link's rate, whose prefixes are powers of 1000.
-
-    Raises:
-        ArgumentError: naming the option.
-
-    >>> parse_rate("--link", "10Gbit"), parse_rate("--link", "900GB/s")
-    (1250000000.0, 900000000000.0)
-    """
-    match = _RATE.fullmatch(text.strip())
-    rate = 0.0 if match is None else float(match[1]) * _DECIMAL[match[2].upper()] / (8 if match[3] == "bit" else 1)
-    if not 0 < rate < _MOST_RATE:
-        raise ArgumentError(
-            f"{option} {text}: a rate is needed, such as 1Gbit, 400Gbit/s or 900GB/s, and below {_MOST_RATE:g} bytes/s"
-        )
-    return rate
-
-
 def _baselines(text: str) -> tuple[str, ...]:
     if text in ("all", "none"):
         return BASELINES if text == "all" else ()
@@ -259,8 +199,8 @@ def _among(option: str, given: Sequence[str], accepted: Sequence[str], also: str
     return tuple(name for name in accepted if name in given)
 
 
-def _each(option: str, text: str, kind: Callable[[str], T], what: str) -> tuple[T, ...]:
+def _whole_numbers(option: str, text: str) -> tuple[int, ...]:
     try:
-        return tuple(dict.fromkeys(map(kind, _split(option, text))))
+        return tuple(dict.fromkeys(map(int, _split(option, text))))
     except ValueError:
-        raise ArgumentError(f"{option} {text}: {what} are needed, separated by commas") from None
+        raise ArgumentError(f"{option} {text}: whole numbers are needed, separated by commas") from None

@@ -1,271 +1,187 @@
-"""Pictures of a run: latency, bandwidth, and speed-up against skew.
+"""Pictures of a run: `thinwire bench --plot`. Time against tokens of rounds, bus bandwidth against size of collectives.
 
-Each is drawn on one machine's figures alone; times of different runs never share a picture.
+Colour says who: the implementation, or which wire format of thinwire's own; a dashed line says that rows were staged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from io import BytesIO
+from pathlib import Path
+from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure as Canvas
-from matplotlib.lines import Line2D
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from thinwire.files import write_file
 from thinwire.tools.bench.options import COLLECTIVES, ROUND
-from thinwire.tools.bench.results import Figure, Results, Seconds
-from thinwire.tools.bench.style import (
-    DARK,
-    Series,
-    Styles,
-    binary_ticks,
-    canvas,
-    decimal_ticks,
-    legend,
-    log_axis,
-    short,
-    styled,
-    time_text,
-)
-from thinwire.tools.bench.units import size_text, token_text
+from thinwire.tools.bench.results import name_text
 
-_HEIGHT = 4.2
+#: Inches, and pixels an inch: twice those that a page shows, for screens with fine pixels.
+WIDTH, HEIGHT, DPI = 8.0, 4.2, 200
+DARK, GREY, PALE, STRIPE = "#24292f", "#6e7781", "#d8dee4", "#f3f5f7"
+#: Of thinwire's wire formats by kind, of other implementations, and of those without a colour of their own.
+_WIRE_COLOURS = {
+    "none": "#24365A", "int8": "#0072B2", "int8:row": "#788AB4", "int8:32": "#485A7E", "int8+h64": "#001230",
+    "int6": "#7E7884", "int4": "#A2B4DE", "fp8": "#12000C",
+}  # fmt: skip
+_COLOURS = {"gloo": "#8A6648", "nccl": "#603C24", "Open MPI": "#361806", "copy": "#BAB48A"}
+_OTHER = "#9A8F78"
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A picture, and what is said under it.
+def colour_of(implementation: str, wire: str) -> str:
+    """Formats that differ in their groups or rotation, and have no colour of their own, share that of their kind."""
+    if implementation != "thinwire":
+        return _COLOURS.get(implementation, _OTHER)
+    kind = wire.partition("+")[0].partition(":")[0]
+    return _WIRE_COLOURS.get(wire) or _WIRE_COLOURS.get(kind, _OTHER)
 
-    Attributes:
-        name: of its file, without `.png`.
-        caption: how to read it, and what it does not show.
+
+def write_pictures(content: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Draws what a file of `thinwire bench --json` holds: a PNG for each operation, whose names it gives.
+
+    Raises:
+        OSError: the folder cannot be made or written to.
     """
-
-    name: str
-    title: str
-    caption: str
-    canvas: Canvas
-
-
-@dataclass(frozen=True)
-class _Point:
-    x: float
-    low: float
-    middle: float
-    high: float
-
-
-def draw(results: Results) -> tuple[list[Picture], list[str]]:
-    """All pictures that the figures allow, and of each other one why it is not there."""
-    timed = [figure for figure in results.figures if figure.seconds is not None]  # of wrong results there is no picture
-    styles = Styles(_series(figure) for figure in timed)
-    of_rounds, of_all = _sizes(results, ("hidden", "experts", "top_k", "dtype")), _sizes(results, ("dtype",))
-    pictures: list[Picture | str] = []
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
     with styled():
-        for operation in ROUND:
-            figures = [figure for figure in timed if figure.operation == operation]
-            if figures:
-                pictures += [
-                    _latency(operation, figures, styles, of_rounds),
-                    _skew(operation, figures, styles, of_rounds),
-                ]
-        for operation in COLLECTIVES:
-            figures = [figure for figure in timed if figure.operation == operation]
-            if figures:
-                pictures.append(_bandwidth(operation, figures, styles, results, of_all))
-    missing = [picture for picture in pictures if isinstance(picture, str)]
-    return [picture for picture in pictures if isinstance(picture, Picture)], missing
+        for operation in (*ROUND, *COLLECTIVES):
+            made = draw(content, operation)
+            if made is not None:
+                paths.append(folder / f"{operation}.png")
+                write_file(paths[-1], png(made))
+    return paths
 
 
-def _sizes(results: Results, names: Iterable[str]) -> str:
-    """For a subtitle: the ranks, these settings, and the machine."""
-    ranks = f"{results.ranks} rank{'s' if results.ranks > 1 else ''}"
-    settings = [f"{name.replace('_', '-')} {results.settings[name]}" for name in names if name in results.settings]
-    processor = results.machine.get("gpu") or results.machine.get("cpu")
-    return ", ".join(short(part, 40) for part in (ranks, *settings, processor) if part)
+def draw(content: Mapping[str, Any], operation: str) -> Figure | None:
+    """One operation's picture, of its first routing; None where it has no times.
 
-
-def _quartiles(seconds: Seconds) -> tuple[float, float]:
-    """The median twice, where a file has none."""
-    return seconds.lower_quartile or seconds.median, seconds.upper_quartile or seconds.median
-
-
-def _series(figure: Figure) -> Series:
-    return Series(figure.implementation, figure.wire, figure.transport)
-
-
-def _times(figure: Figure) -> Seconds:
-    """Of a figure that has any, as all have that are drawn."""
-    if figure.seconds is None:
-        raise ValueError(f"{figure} has no times")
-    return figure.seconds
-
-
-def _of_first_routing(figures: Sequence[Figure]) -> list[Figure]:
-    return [figure for figure in figures if figure.routing == figures[0].routing]
-
-
-def _other_routings(figures: Sequence[Figure]) -> str:
-    """For a caption: which routings are not in a picture of the first one."""
-    others = sorted({figure.routing for figure in figures if figure.routing} - {figures[0].routing or ""})
-    return f"Other routings are in the table alone: {', '.join(others)}." if others else ""
-
-
-def _latency(operation: str, figures: Sequence[Figure], styles: Styles, sizes: str) -> Picture | str:
-    """Time against tokens, of the first routing."""
-
-    def point(figure: Figure) -> _Point:
-        low, high = _quartiles(_times(figure))
-        return _Point(figure.tokens, low, _times(figure).median, high)
-
-    lines = _lines((figure for figure in _of_first_routing(figures) if figure.tokens > 0), point)
+    Lines join the medians, and bands go from the lower quartile to the upper.
+    """
+    timed = [figure for figure in content["figures"] if figure["operation"] == operation and figure["seconds"]]
+    timed = [figure for figure in timed if figure["routing"] == timed[0]["routing"]]
+    is_round = operation in ROUND
+    if not is_round:
+        timed = [figure for figure in timed if figure["bus_bandwidth"]]
+    lines: dict[tuple[str, str, str | None], list[tuple[float, float, float, float]]] = {}
+    for figure in timed:
+        seconds = figure["seconds"]
+        times = [seconds.get(name) or seconds["median"] for name in ("lower_quartile", "median", "upper_quartile")]
+        x, points = figure["tokens"], times
+        if not is_round:
+            x, points = figure["size_bytes"], [figure["logical_bytes"] / taken / 1e9 for taken in reversed(times)]
+        name = figure["implementation"], figure["wire"], figure["transport"]
+        lines.setdefault(name, []).append((float(x), *points))
     if not lines:
-        return f"Latency of {operation}: no figure has a token."
-    routed = f", {short(figures[0].routing)} routing" if figures[0].routing else ""
-    made, axes = canvas(f"{operation}: latency{routed}", _HEIGHT, subtitle=sizes)
-    _draw_lines(made, axes, lines, styles)
-    low, high = _pad_log(axes, lines)
-    log_axis(axes.xaxis, binary_ticks(max(1.0, axes.get_xlim()[0]), axes.get_xlim()[1]), token_text)
-    log_axis(axes.yaxis, decimal_ticks(low, high), time_text)
-    axes.set(xlabel="tokens of a rank", ylabel="time of an iteration on its slowest rank")
-    return Picture(
-        f"latency_{operation}",
-        f"Latency of {operation} against tokens{routed}",
-        "Lower is better. A line joins the medians over the iterations; its band goes from the lower quartile to the "
-        "upper, and holds half of them. Both axes are logarithmic: equal distances are equal factors. It does not show "
-        "how far off the results are, which the table does, nor which part of the time is quantisation. "
-        + _other_routings(figures),
-        made,
-    )
+        return None
+    routing = f", {timed[0]['routing']} routing" if timed[0]["routing"] else ""
+    device = content["machine"].get("gpu") or content["machine"].get("cpu")
+    what = "latency" if is_round else "bus bandwidth"
+    made, axes = canvas(f"{operation}: {what}{routing}", HEIGHT, subtitle=f"{content['ranks']} ranks, {device}")
+    # The highest line's end is the legend's first entry.
+    for name in sorted(lines, key=lambda name: -max(lines[name])[2]):
+        x, low, middle, high = zip(*sorted(lines[name]), strict=True)
+        colour, dashes = colour_of(*name[:2]), "--" if name[2] == "staged" else "-"
+        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+        axes.plot(x, middle, color=colour, linestyle=dashes, marker="o", label=name_text(*name))
+    if not is_round and content["copy_bandwidth"]:  # a byte that is moved is read and written
+        axes.axhline(content["copy_bandwidth"] / 2e9, color=DARK, linestyle=":", label="copy limit")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), borderaxespad=0)
+    ends = [end for points in lines.values() for _, *points_y in points for end in points_y]
+    log_axis(axes.yaxis, decimal_ticks(*_padded(axes.set_ylim, ends)), _time_text if is_round else "{:g}".format)
+    ends = [point[0] for points in lines.values() for point in points]
+    log_axis(axes.xaxis, _binary_ticks(*_padded(axes.set_xlim, ends)), "{:,.0f}".format if is_round else _size_text)
+    axes.set_xlabel("tokens of a rank" if is_round else "size of a rank's buffer")
+    axes.set_ylabel("time of an iteration on its slowest rank" if is_round else "GB/s")
+    return made
 
 
-def _bandwidth(
-    operation: str, figures: Sequence[Figure], styles: Styles, results: Results, sizes: str
-) -> Picture | str:
-    """Bus bandwidth against size, with what memory and link allow."""
-
-    def point(figure: Figure) -> _Point:
-        middle, seconds = (figure.bus_bandwidth or 0.0) / 1e9, _times(figure)
-        low, high = (middle * seconds.median / taken for taken in reversed(_quartiles(seconds)))
-        return _Point(figure.size_bytes, low, middle, high)
-
-    lines = _lines((f for f in _of_first_routing(figures) if f.bus_bandwidth and f.size_bytes), point)
-    if not lines:
-        return f"Bandwidth of {operation}: no figure has a size and a bandwidth."
-    limits = []
-    if results.copy_bandwidth is not None:  # a byte that is moved is read and written
-        limits.append((results.copy_bandwidth / 2e9, ":", "copy limit"))
-    if results.link_bandwidth is not None:
-        limits.append((results.link_bandwidth / 1e9, "-.", "link's rate"))
-    made, axes = canvas(f"{operation}: bus bandwidth", _HEIGHT, subtitle=sizes)
-    entries = []
-    for height, dashes, label in limits:
-        entries.append(
-            (axes.axhline(height, color=DARK, linestyle=dashes, linewidth=1.4), f"{label}, {height:.3g} GB/s")
-        )
-    _draw_lines(made, axes, lines, styles, entries)
-    low, high = _pad_log(axes, lines, [height for height, _, _ in limits])
-    log_axis(axes.xaxis, binary_ticks(*axes.get_xlim()), size_text)
-    log_axis(axes.yaxis, decimal_ticks(low, high), lambda bandwidth: f"{bandwidth:g}")
-    axes.set(xlabel="size of a rank's buffer", ylabel="GB/s")
-    told = {
-        "copy limit": "The dotted line is what plain copies move while all ranks copy, each byte read once and written "
-        "once; buffers that stay in a cache may pass it. ",
-        "link's rate": "The dash-dotted line is the rate of the link as it was given with --link; a quantised "
-        "format sends fewer bytes, and may stand above it. ",
-    }
-    return Picture(
-        f"bandwidth_{operation}",
-        f"Bus bandwidth of {operation} against size",
-        "Higher is better. Bandwidth counts the bytes before quantisation, by nccl-tests' definition of bus bandwidth, "
-        "at the median over the iterations; the band is that of their quartiles, and holds half of them. "
-        + "".join(told[label] for _, _, label in limits)
-        + "It does not show how many bytes travelled or how far off the results are: the table does. "
-        + _other_routings(figures),
-        made,
-    )
+def _padded(set_limits: Callable[[float, float], object], ends: Iterable[float]) -> tuple[float, float]:
+    """Sets limits a little beyond the data, for logarithmic axes; returns them."""
+    low, high = min(ends := list(ends)), max(ends)
+    room = max((high / low) ** 0.05, 1.5)
+    set_limits(low / room, high * room)
+    return low / room, high * room
 
 
-def _skew(operation: str, figures: Sequence[Figure], styles: Styles, sizes: str) -> Picture | str:
-    """Speed-up against skew, at the largest number of tokens that has several routings."""
-    usable = [
-        figure
-        for figure in figures
-        if figure.speedup is not None
-        and figure.skew is not None
-        and figure.implementation not in ("copy", figure.reference)  # a limit, and the line at 1
-    ]
-    several = [f.tokens for f in usable if len({g.skew for g in usable if g.tokens == f.tokens}) > 1]
-    if not several:
-        return (
-            f"Speed-up of {operation} against skew: the run has no speed-ups at two routings. --routing takes "
-            "several, which are then compared in one run."
-        )
-    tokens = max(several)
-    usable = [figure for figure in usable if figure.tokens == tokens]
-    lines = _lines(usable, lambda f: _Point(f.skew or 0.0, f.speedup or 0.0, f.speedup or 0.0, f.speedup or 0.0))
-    references = sorted({figure.reference or "the reference" for figure in usable})
-    reference = references[0] if len(references) == 1 else "each one's reference"
-    title = f"{operation}: speed-up over {short(reference)}, {tokens:,} tokens a rank"
-    made, axes = canvas(title, _HEIGHT, subtitle=sizes)
-    even = axes.axhline(1.0, color=DARK, linestyle=":", linewidth=1.4)
-    _draw_lines(made, axes, lines, styles, [(even, f"as fast as {reference}")])
-    speedups = [figure.speedup or 0.0 for figure in usable]
-    top = 1.08 * max(1.0, *speedups)
-    axes.set_ylim(0 if min(speedups) > 0 else -0.04 * top, top)  # marks at 0 are seen, too
-    axes.yaxis.set_major_formatter(lambda speedup, _: f"{speedup:g}")  # its own puts a power of ten over the axis
-    axes.set(xlabel="skew: rows of the busiest rank by the mean (1 is balanced)", ylabel="speed-up")
-    routings = dict(sorted({(figure.skew, figure.routing or "unnamed") for figure in usable}))
-    named = ", ".join(f"{routing} {skew:.3g}" for skew, routing in routings.items())
-    return Picture(
-        f"speedup_{operation}",
-        f"Speed-up of {operation} over {reference} against skew",
-        "Higher is better; at the dotted line it takes as long as what it is compared with. A point is the ratio of "
-        f"the median times, {tokens:,} tokens a rank. Skew by routing: {named}. It "
-        "does not show times: all may be slower at high skew, and the speed-up the same.",
-        made,
-    )
+# ---------------------------------------------------------------------------------------------------------------------
+# How every picture looks
 
 
-def _lines(figures: Iterable[Figure], point: Callable[[Figure], _Point]) -> dict[Series, list[_Point]]:
-    lines: dict[Series, list[_Point]] = {}
-    for figure in figures:
-        lines.setdefault(_series(figure), []).append(point(figure))
-    return {series: sorted(points, key=lambda found: found.x) for series, points in lines.items()}
+def styled() -> AbstractContextManager[None]:
+    """Pictures that are drawn within this look alike."""
+    look: dict[Any, Any] = {
+        "font.family": "DejaVu Sans",  # comes with matplotlib: pictures are the same everywhere
+        "text.parse_math": False,  # a "$" in a name is no formula
+        "font.size": 9.5, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
+        "axes.labelsize": 9.5, "xtick.labelsize": 9, "ytick.labelsize": 9, "legend.fontsize": 9,
+        "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
+        "grid.linewidth": 0.6, "lines.linewidth": 1.8, "lines.markersize": 6, "legend.frameon": False,
+        "xtick.color": GREY, "ytick.color": GREY, "axes.edgecolor": GREY, "grid.color": PALE, "text.color": DARK,
+        "axes.labelcolor": DARK, "xtick.labelcolor": DARK, "ytick.labelcolor": DARK, "figure.facecolor": "white",
+        "savefig.facecolor": "white",
+    }  # fmt: skip
+    return matplotlib.rc_context(look)
 
 
-def _draw_lines(
-    made: Canvas,
-    axes: Axes,
-    lines: dict[Series, list[_Point]],
-    styles: Styles,
-    more_entries: Sequence[tuple[Line2D, str]] = (),
-) -> None:
-    """Lines with their bands, and a legend in the order in which the lines end, the highest first."""
-    for series, points in lines.items():
-        x = [point.x for point in points]
-        lows, highs = [point.low for point in points], [point.high for point in points]
-        colour, own = styles.colour(series), series.implementation == "thinwire" and series.wire in ("int8", "int8+h64")
-        if len(points) > 1:
-            axes.fill_between(x, lows, highs, color=colour, alpha=0.25 if own else 0.14, linewidth=0)
-        else:
-            axes.vlines(x, lows, highs, color=colour, linewidth=1.2)
-        drawn = styles.handle(series)
-        drawn.set_zorder(3 if own else 2)
-        drawn.set_data(x, [point.middle for point in points])
-        axes.add_line(drawn)
-    axes.autoscale_view()
-    ordered = sorted(lines, key=lambda series: -lines[series][-1].middle)
-    legend(made, axes, [*((styles.handle(series), series.label) for series in ordered), *more_entries], _HEIGHT)
+def canvas(title: str, height: float, width: float = WIDTH, subtitle: str = "") -> tuple[Figure, Axes]:
+    """A picture of so many inches, with empty axes."""
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title, pad=24 if subtitle else 10)
+    below = axes.annotate(subtitle, (0, 1), (0, 10), "axes fraction", "offset points", fontsize=9, color=GREY)
+    below.set_in_layout(False)  # it may reach over the legend, which begins below it
+    return figure, axes
 
 
-def _pad_log(axes: Axes, lines: dict[Series, list[_Point]], heights: Sequence[float] = ()) -> tuple[float, float]:
-    """Sets limits a little beyond the data, for logarithmic axes; returns those of y."""
-    points = [point for found in lines.values() for point in found]
-    xs = [point.x for point in points]
-    ys = [*(point.low for point in points), *(point.high for point in points), *heights]
-    room = max((max(xs) / min(xs)) ** 0.04, 1.15 if max(xs) > min(xs) else 2)
-    axes.set_xlim(min(xs) / room, max(xs) * room)
-    room = max((max(ys) / min(ys)) ** 0.06, 1.3)
-    axes.set_ylim(min(ys) / room, max(ys) * room)
-    return min(ys) / room, max(ys) * room
+def log_axis(axis: Axis, ticks: Sequence[float], formatted: Callable[[float], str]) -> None:
+    """Makes an axis logarithmic, with labels at these ticks and nowhere else."""
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})  # type: ignore[attr-defined]
+    axis.set_major_locator(FixedLocator(list(ticks)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: formatted(value)))
+    axis.set_minor_locator(NullLocator())
+
+
+def decimal_ticks(low: float, high: float, most: int = 8) -> list[float]:
+    """1, 2, 5, 10, ... or powers of ten alone, or of a thousand: at most so many between `low` and `high`.
+
+    >>> decimal_ticks(0.3, 7), decimal_ticks(0.0005, 2e6, 4)
+    ([0.5, 1.0, 2.0, 5.0], [0.001, 1.0, 1000.0, 1000000.0])
+    """
+    decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+    for steps, every in (((1, 2, 5), 1), ((1, 3), 1), ((1,), 1), ((1,), 2)):
+        found = [float(f"{step}e{k}") for k in decades if k % every == 0 for step in steps]
+        found = [tick for tick in found if low <= tick <= high]
+        if len(found) <= most:
+            return found
+    return [tick for k in decades if k % 3 == 0 and low <= (tick := float(f"1e{k}")) <= high]
+
+
+def _binary_ticks(low: float, high: float, most: int = 8) -> list[float]:
+    """Powers of two that are equally far from each other: at most so many between `low` and `high`."""
+    first, last = math.ceil(math.log2(low)), math.floor(math.log2(high))
+    step = max(1, math.ceil((last - first + 1) / most))
+    return [2.0**k for k in range(first, last + 1) if (k - first) % step == 0]
+
+
+def _size_text(size: float) -> str:
+    power = max((k for k in range(5) if size >= 1024**k), default=0)
+    return f"{size / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def _time_text(seconds: float) -> str:
+    unit, size = next((each for each in (("s", 1.0), ("ms", 1e-3)) if seconds >= each[1] * 0.9999), ("µs", 1e-6))
+    return f"{seconds / size:.4g} {unit}"
+
+
+def png(figure: Figure) -> bytes:
+    """The picture's file; the same bytes for the same picture."""
+    file = BytesIO()
+    figure.savefig(file, format="png", metadata={"Software": None})
+    return file.getvalue()

@@ -1,18 +1,21 @@
-"""The file that `thinwire bench --json FILE` writes: what it holds, and how it is read.
+"""What came out: the machine, a figure for each operation and contender, the table of them, and the file.
 
-A file may come from anywhere, and is trusted in nothing: `thinwire.fields` checks it. Reading needs no torch. Times are
-in seconds, sizes in bytes, bandwidths in bytes per second.
+Times are in seconds, sizes in bytes, bandwidths in bytes a second. Reading a file needs no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from thinwire.fields import (
-    Check,
     Fields,
     Refused,
     just,
@@ -22,266 +25,276 @@ from thinwire.fields import (
     or_none,
     parse_json,
     read_bytes,
-    seconds,
     text,
-    text_of,
-    whole,
     within,
 )
-from thinwire.tools.bench.options import MOST_EXPERTS, MOST_RANKS, OPERATIONS
+from thinwire.tools.bench.options import MOST_RANKS, OPERATIONS
+from thinwire.version import VERSION
+
+if TYPE_CHECKING:
+    import torch
 
 #: What the first two fields of a file say.
-FORMAT, VERSION = "thinwire bench", 1
+FORMAT, FORMAT_VERSION = "thinwire bench", 1
+_MOST_FIGURES = 10_000
 
-_MOST_FIGURES, _MOST_SETTINGS = 10_000, 200
-#: What figures of older files do not have.
-_LATER = ("paired_speedup", "max_violation", "fastest_rank", "rank_spread", "period", "called")
-_COMMAND_CHARACTERS, _LIST_CHARACTERS = 4000, 10_000
-_T = TypeVar("_T")
+# ---------------------------------------------------------------------------------------------------------------------
+# The machine
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """Of an iteration, on its slowest rank: above 0, in this order. Older files have no quartiles and no p99."""
+def machine(device: torch.device) -> dict[str, Any]:
+    """What was measured on: processor, GPU and versions."""
+    import torch
 
-    minimum: float
-    lower_quartile: float | None
-    median: float
-    upper_quartile: float | None
-    p99: float | None
-    maximum: float
+    described: dict[str, Any] = {
+        "cpu": _cpu_name(),
+        "cpus": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),  # of what ran before: a busy machine gives other figures
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "thinwire": VERSION,
+        "torch": str(torch.__version__),
+    }
+    for package in ("numpy", "numba", "triton"):
+        try:
+            described[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            described[package] = None
+    if device.type == "cpu":
+        return described | {"threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(device)
+    return described | {
+        "gpu": properties.name,
+        "gpus": torch.cuda.device_count(),
+        "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
+        "cuda": torch.version.cuda,
+    }
 
 
-@dataclass(frozen=True)
-class Figure:
-    """One operation of one size as one implementation does it.
+def in_words(described: dict[str, Any]) -> str:
+    """What `machine` says, in one line."""
+    return ", ".join(f"{name} {value}" for name, value in described.items() if value is not None)
 
-    Attributes:
-        operation: one of `options.OPERATIONS`.
-        transport, routing: None where the implementation or the operation has none.
-        skew: rows of the busiest rank by the mean over ranks; 1 is balanced.
-        max_violation: of rounds, rows of the busiest expert by the mean over experts, less 1; None in older files.
-        tokens: tokens or rows of a rank.
-        size_bytes: a rank's buffer as nccl-tests defines it for the operation.
-        logical_bytes, wire_bytes: what leaves a rank, uncompressed and as it travels; the mean over ranks.
-        algorithm_bandwidth, bus_bandwidth: of logical bytes, as nccl-tests defines them.
-        seconds: None for a wrong result, which also has no bandwidths and no speed-up.
-        fastest_rank, rank_spread: seconds on the fastest rank, and what the slowest takes longer; None in older files.
-        period: seconds of a round among rounds without a barrier between them; of whole rounds.
-        wire_bandwidth: of what travels.
-        relative_error: L2 of the difference by L2 of the exact result.
-        wrong: elements further off than the wire format allows.
-        speedup: the reference's median by this one's; in older files what `paired_speedup` is now.
-        paired_speedup: the reference's time by this one's, the median over rounds; None in older files.
-        called: on a GPU, whether a CUDA graph was timed or calls from Python, and then why.
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def commit() -> str | None:
+    """The checkout's commit, marked when tracked files differ from it, but for results, which runs themselves write.
+
+    None outside of a checkout of this project, as where it is installed, or without git.
     """
+    here = Path(__file__).resolve()
+    commands = (
+        ["git", "rev-parse", "--show-toplevel"],
+        ["git", "describe", "--always", "--abbrev=12", "--exclude=*"],
+        ["git", "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)benchmarks/results"],
+    )
+    try:
+        root, name, changes = (
+            subprocess.run(command, cwd=here.parent, capture_output=True, text=True, check=True).stdout.strip()
+            for command in commands
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    # An environment may lie in the checkout of another project.
+    if (Path(root) / "src" / "thinwire" / "tools" / "bench" / here.name).resolve() != here:
+        return None
+    return name + ("-dirty" if changes else "")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Figures
+
+
+def timed(
+    sizes: Mapping[str, Any], samples: Sequence[float] | None, reference: Sequence[float] | None, wire_bytes: float
+) -> dict[str, Any]:
+    """What follows from the samples of one contender and of the reference, None for wrong results.
+
+    A speedup is the ratio of the medians; the paired one is the median over rounds of the ratio within the round.
+    """
+    seconds = summarised(samples) if samples else None
+    rates = {"algorithm": sizes["size_bytes"], "bus": sizes["logical_bytes"], "wire": wire_bytes}
+    return {
+        "wire_bytes": wire_bytes,
+        "seconds": seconds,
+        **{f"{name}_bandwidth": seconds and num_bytes / seconds["median"] for name, num_bytes in rates.items()},
+        "speedup": statistics.median(reference) / statistics.median(samples) if samples and reference else None,
+        "paired_speedup": median_ratio(reference, samples) if samples and reference else None,
+    }
+
+
+def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
+    """Median over rounds of one function's time by another's; rounds that only one of them took do not count."""
+    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=False))
+
+
+def summarised(samples: Sequence[float]) -> dict[str, float]:
+    """Quantiles are samples: the least that so large a share of all does not exceed. Of less than 100, p99 is the last.
+
+    >>> list(summarised([4.0, 1.0, 3.0, 2.0]).values())
+    [1.0, 1.0, 2.5, 3.0, 4.0, 4.0]
+    """
+    ordered = sorted(samples)
+    lower, upper, p99 = (ordered[math.ceil(share * len(ordered)) - 1] for share in (0.25, 0.75, 0.99))
+    return {
+        "minimum": ordered[0],
+        "lower_quartile": lower,
+        "median": statistics.median(ordered),
+        "upper_quartile": upper,
+        "p99": p99,
+        "maximum": ordered[-1],
+    }
+
+
+def relative(error_squares: float, squares: float) -> float | None:
+    """The L2 of a difference by that of what is exact; None where the difference is not a number."""
+    error = math.sqrt(error_squares / squares) if squares else 0.0
+    return error if math.isfinite(error) else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table, in the manner of nccl-tests: names, a row of units, and a line as soon as it is known
+
+
+def significant(value: float | None, digits: int = 4) -> str:
+    """So many digits, but two below 0.001, so that a column of 7 holds them; None is a dash.
+
+    >>> significant(6706.4), significant(41.953), significant(0.0015, 3), significant(4.56e-7, 3), significant(None)
+    ('6706', '41.95', '0.00150', '4.6e-07', '-')
+    """
+    if value is None or value == 0:
+        return "-" if value is None else "0"
+    rounded = float(f"{value:.{digits - 1}e}")
+    if rounded < 1e-3:
+        return f"{value:.1e}"
+    return f"{rounded:.{max(0, digits - 1 - math.floor(math.log10(rounded)))}f}"
+
+
+def name_text(implementation: str, wire: str, transport: str | None) -> str:
+    """An implementation in words; that a peer quantises nothing goes without saying.
+
+    >>> name_text("thinwire", "none", "direct"), name_text("gloo", "none", None)
+    ('thinwire none direct', 'gloo')
+    """
+    wire = "" if implementation != "thinwire" and wire == "none" else wire
+    return " ".join(filter(None, (implementation, wire, transport)))
+
+
+def _microseconds(name: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda figure: significant(figure["seconds"] and figure["seconds"][name] * 1e6)
+
+
+def _gigabytes(name: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda figure: significant(figure[name] and figure[name] / 1e9, 3)
+
+
+#: Name, unit, width, which wider cells exceed, and a figure's cell.
+_COLUMNS: tuple[tuple[str, str, int, Callable[[Mapping[str, Any]], str]], ...] = (
+    ("size", "bytes", 11, lambda f: str(f["size_bytes"])),
+    ("count", "", 8, lambda f: str(f["tokens"])),
+    ("implementation", "", -24, lambda f: name_text(f["implementation"], f["wire"], f["transport"])),
+    ("median", "us", 8, lambda f: "WRONG" if f["seconds"] is None else _microseconds("median")(f)),
+    ("p99", "us", 8, _microseconds("p99")),
+    ("algbw", "GB/s", 7, _gigabytes("algorithm_bandwidth")),
+    ("busbw", "GB/s", 7, _gigabytes("bus_bandwidth")),
+    ("wire", "GB/s", 7, _gigabytes("wire_bandwidth")),
+    ("error", "", 7, lambda f: significant(f["relative_error"], 2)),
+    ("#wrong", "", 6, lambda f: "-" if f["wrong"] is None else str(f["wrong"])),
+    ("speedup", "", 7, lambda f: significant(f["speedup"], 3)),
+)
+
+
+def heading(counted: str, reference: str) -> str:
+    """Names and units over the first lines of a table: what `count` counts, and whose time speed-ups are of."""
+    units = {"count": counted, "speedup": f"x {reference}"}
+    rows = [name for name, *_ in _COLUMNS], [units.get(name, unit) for name, unit, *_ in _COLUMNS]
+    return "\n".join("#" + _aligned(row)[1:] for row in rows)
+
+
+def title(figure: Mapping[str, Any], dtype: str) -> str:
+    """What stands over the lines of one operation and routing."""
+    routed = "" if figure["routing"] is None else f", routing {figure['routing']}, skew {figure['skew']:.2f}"
+    violated = "" if figure["max_violation"] is None else f", MaxVio {figure['max_violation']:.2f}"
+    return f"# {figure['operation']} of {dtype}{routed}{violated}"
+
+
+def line(figure: Mapping[str, Any]) -> str:
+    """One figure; bandwidths are in GB/s, of 10^9 bytes."""
+    return _aligned([cell(figure) for *_, cell in _COLUMNS])
+
+
+def _aligned(cells: Sequence[str]) -> str:
+    padded = [
+        cell.ljust(-width) if width < 0 else cell.rjust(width)
+        for cell, (_, _, width, _) in zip(cells, _COLUMNS, strict=True)
+    ]
+    return " ".join(padded).rstrip()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading a file, which may come from anywhere and is trusted in nothing
+
+
+class Figure(NamedTuple):
+    """Of one operation and size as one implementation does it, what predictions need; wrong results have no median."""
 
     operation: str
     implementation: str
     wire: str
     transport: str | None
     routing: str | None
-    skew: float | None
-    max_violation: float | None
-    tokens: int
-    size_bytes: float
-    logical_bytes: float
     wire_bytes: float
-    seconds: Seconds | None
-    fastest_rank: float | None
-    rank_spread: float | None
-    period: float | None
-    algorithm_bandwidth: float | None
-    bus_bandwidth: float | None
-    wire_bandwidth: float | None
-    relative_error: float | None
-    wrong: int | None
-    speedup: float | None
-    paired_speedup: float | None
-    reference: str | None
-    called: str | None
+    median: float | None
 
 
-@dataclass(frozen=True)
-class Skipped:
-    """An implementation that was not measured, and why; None is for all operations, wire formats, transports."""
-
-    implementation: str
-    reason: str
-    operation: str | None
-    wire: str | None
-    transport: str | None
-
-
-@dataclass(frozen=True)
-class Results:
-    """A run.
-
-    Attributes:
-        source: where it was read.
-        machine, settings: names and values, as text.
-        traffic: rows from rank i to rank j, of the expert operations' last size.
-        expert_load: rows of each expert.
-        copy_bandwidth: bytes that a rank's plain copy reads and writes a second, while all ranks copy.
-        link_bandwidth: of the link between ranks, as the user gave it.
-    """
+class Results(NamedTuple):
+    """A run: where it was read, its ranks and hosts, and its figures."""
 
     source: str
-    command: str
-    commit: str | None
-    machine: dict[str, str]
     ranks: int
     hosts: int
-    launched: str
-    settings: dict[str, str]
     figures: tuple[Figure, ...]
-    skipped: tuple[Skipped, ...]
-    traffic: tuple[tuple[float, ...], ...] | None
-    expert_load: tuple[float, ...] | None
-    copy_bandwidth: float | None
-    link_bandwidth: float | None
 
 
 def read_results(path: str | Path) -> Results:
-    """A file's content, checked.
+    """What a file of `thinwire bench --json` says, checked.
 
     Raises:
         ThinwireError: the file is not accepted; the message says why.
     """
     content, source = read_bytes(path)
-    return parse_results(parse_json(content, source), source)
-
-
-def parse_results(value: object, source: str) -> Results:
-    """As `read_results`, of what a file says.
-
-    Raises:
-        ThinwireError: the source is not accepted; the message says why.
-    """
-    fields = Fields(value, source)
-    for name, wanted in (("format", FORMAT), ("version", VERSION)):
+    fields = Fields(parse_json(content, source), source)
+    for name, wanted in (("format", FORMAT), ("version", FORMAT_VERSION)):
         fields.get(name, just(wanted))
     ranks = fields.get("ranks", within(1, MOST_RANKS))
-    return Results(
-        source=source,
-        command=fields.get("command", text_of(_COMMAND_CHARACTERS)),
-        commit=fields.get("commit", or_none(text)),
-        machine=fields.get("machine", _described),
-        ranks=ranks,
-        hosts=fields.get("hosts", within(1, ranks)),
-        launched=fields.get("launched", text),
-        settings=fields.get("settings", _described),
-        figures=fields.get("figures", list_of(figure_of, _MOST_FIGURES)),
-        skipped=fields.get("skipped", list_of(_skipped, _MOST_FIGURES)),
-        traffic=fields.get("traffic", or_none(_square(ranks))),
-        expert_load=fields.get("expert_load", or_none(_not_empty(list_of(_rows, MOST_EXPERTS)))),
-        copy_bandwidth=fields.get("copy_bandwidth", or_none(_positive(_bandwidth))),
-        link_bandwidth=fields.get("link_bandwidth", or_none(_positive(_bandwidth))),
-    )
+    figures = fields.get("figures", list_of(_figure, _MOST_FIGURES))
+    return Results(source, ranks, fields.get("hosts", within(1, ranks)), figures)
 
 
-_bytes = number("a number of bytes", 1e18)
-_bandwidth = number("a number of bytes per second", 1e18)
-_rows = number("a number of rows", 1e15)
-_ratio = number("a ratio", 1e12)
-
-
-def _positive(check: Check[float]) -> Check[float]:
-    def checked(value: object) -> float:
-        if value == 0:
-            raise Refused("a number above 0")
-        return check(value)
-
-    return checked
-
-
-def _not_empty(check: Check[tuple[_T, ...]]) -> Check[tuple[_T, ...]]:
-    def checked(value: object) -> tuple[_T, ...]:
-        if value == []:
-            raise Refused("a list with an entry at least")
-        return check(value)
-
-    return checked
-
-
-def _square(size: int) -> Callable[[object], tuple[tuple[float, ...], ...]]:
-    def check(value: object) -> tuple[tuple[float, ...], ...]:
-        matrix = list_of(list_of(_rows, size), size)(value)
-        if any(len(row) != size for row in (matrix, *matrix)):
-            raise Refused(f"a row of {size} numbers for each of {size} ranks")
-        return matrix
-
-    return check
-
-
-def _described(value: object) -> dict[str, str]:
-    """Names with a text, number, boolean, null or a list of those each, as text; null ones are left out."""
-    if not isinstance(value, Mapping) or len(value) > _MOST_SETTINGS:
-        raise Refused(f"an object of at most {_MOST_SETTINGS} fields")
-    return {text(name): _scalars(held) for name, held in value.items() if held is not None}
-
-
-def _scalars(value: Any) -> str:
-    items = value if isinstance(value, list) else [value]
-    if any(type(item) not in (str, int, float, bool, type(None)) for item in items):
-        raise Refused("a text, number, boolean or null for each name, or a list of those")
-    words = [text("yes" if item is True else "no" if item is False else str(item)) for item in items]
-    return text_of(_LIST_CHARACTERS)(", ".join(words))
-
-
-def _seconds(value: object) -> Seconds:
-    later = dict.fromkeys(("lower_quartile", "upper_quartile", "p99"))
-    fields = Fields(later | value if isinstance(value, dict) else value, "")
-    least, median, most = (fields.get(name, _positive(seconds)) for name in ("minimum", "median", "maximum"))
-    lower, upper, p99 = (fields.get(name, or_none(_positive(seconds))) for name in later)
-    held = [taken for taken in (least, lower, median, upper, p99, most) if taken is not None]
-    if held != sorted(held):
-        raise Refused("minimum <= lower_quartile <= median <= upper_quartile <= p99 <= maximum")
-    return Seconds(least, lower, median, upper, p99, most)
-
-
-def figure_of(value: object) -> Figure:
-    """A figure as it is written, checked.
-
-    Raises:
-        ThinwireError: naming the field that is not accepted.
-    """
-    fields = Fields(dict.fromkeys(_LATER) | value if isinstance(value, dict) else value, "")
+def _figure(value: object) -> Figure:
+    fields = Fields(value, "")
     return Figure(
         operation=fields.get("operation", one_of(OPERATIONS)),
         implementation=fields.get("implementation", text),
         wire=fields.get("wire", text),
         transport=fields.get("transport", or_none(text)),
         routing=fields.get("routing", or_none(text)),
-        skew=fields.get("skew", or_none(_ratio)),
-        max_violation=fields.get("max_violation", or_none(_ratio)),
-        tokens=fields.get("tokens", whole),
-        size_bytes=fields.get("size_bytes", _bytes),
-        logical_bytes=fields.get("logical_bytes", _bytes),
-        wire_bytes=fields.get("wire_bytes", _bytes),
-        seconds=fields.get("seconds", or_none(_seconds)),
-        fastest_rank=fields.get("fastest_rank", or_none(_positive(seconds))),
-        rank_spread=fields.get("rank_spread", or_none(seconds)),
-        period=fields.get("period", or_none(_positive(seconds))),
-        algorithm_bandwidth=fields.get("algorithm_bandwidth", or_none(_bandwidth)),
-        bus_bandwidth=fields.get("bus_bandwidth", or_none(_bandwidth)),
-        wire_bandwidth=fields.get("wire_bandwidth", or_none(_bandwidth)),
-        relative_error=fields.get("relative_error", or_none(_ratio)),
-        wrong=fields.get("wrong", or_none(whole)),
-        speedup=fields.get("speedup", or_none(_ratio)),
-        paired_speedup=fields.get("paired_speedup", or_none(_ratio)),
-        reference=fields.get("reference", or_none(text)),
-        called=fields.get("called", or_none(text)),
+        wire_bytes=fields.get("wire_bytes", number("a number of bytes", 1e18)),
+        median=fields.get("seconds", or_none(_median)),
     )
 
 
-def _skipped(value: object) -> Skipped:
-    of_all = {"operation": None, "wire": None, "transport": None}
-    fields = Fields(of_all | value if isinstance(value, dict) else value, "")
-    return Skipped(
-        implementation=fields.get("implementation", text),
-        reason=fields.get("reason", text),
-        operation=fields.get("operation", or_none(text)),
-        wire=fields.get("wire", or_none(text)),
-        transport=fields.get("transport", or_none(text)),
-    )
+def _median(value: object) -> float:
+    median = Fields(value, "").get("median", number("a number of seconds", 1e12))
+    if median == 0:
+        raise Refused("a median above 0")
+    return median

@@ -1,37 +1,47 @@
-"""What each rank does: every operation, size and routing in turn; rank 0 prints."""
+"""A run: the ranks that a launcher started, or new ones, measure every size in turn; rank 0 prints and writes."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import socket
+import sys
+import textwrap
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from thinwire._rank_thread import require_queues, set_queues
 from thinwire.comm import Communicator
-from thinwire.tools.bench import baselines, machine, mpi
-from thinwire.tools.bench.contender import Candidate, NotHere
-from thinwire.tools.bench.expert_problem import Round
-from thinwire.tools.bench.figures import Sizes, figures_of, heading, line, title
-from thinwire.tools.bench.measure import measure
-from thinwire.tools.bench.mpi import OpenMPI
-from thinwire.tools.bench.operations import collective, expert_round, straight
-from thinwire.tools.bench.options import COLLECTIVES, ROUND, Routing, Settings
-from thinwire.tools.bench.problems import AllGather, AllReduce, AllToAll, Problem, ReduceScatter
-from thinwire.tools.bench.routed_rows import group_exchange, routed_rows
-from thinwire.tools.bench.timing import Laps
-from thinwire.tools.bench.traffic import expert_ids, row_counts, skew_of, violation_of
-from thinwire.tools.progress import SILENT, Report, print_over
-from thinwire.wire import WireFormat
+from thinwire.comm.launch.bootstrap import init
+from thinwire.comm.launch.launchers import LAUNCHERS, discover
+from thinwire.comm.resources.available import available_bytes
+from thinwire.errors import ArgumentError
+from thinwire.files import open_to_write, replace_file, write_file
+from thinwire.testing import run_ranks
+from thinwire.tools.bench import contenders as made
+from thinwire.tools.bench import results as written
+from thinwire.tools.bench.contenders import OpenMPI
+from thinwire.tools.bench.options import COLLECTIVES, DEFAULT_RANKS, ROUND, Routing, Settings
+from thinwire.tools.bench.problems import Collective, Round
+from thinwire.tools.bench.timing import Candidate, Laps, NotHere, measure
+from thinwire.tools.bench.traffic import expert_ids, row_counts, violation_of
+from thinwire.tools.progress import SILENT, Progress, Report, print_over
 
-_Job = tuple[str, int, Callable[[], None]]
 #: Of a rank on the CPU, for everything that is compared.
 THREADS = 1
+#: Bytes that a check and the contenders' tensors take for each of a collective's, for each element of a round's expert
+#: rows, and for each element of all tokens; and the share of the free memory that ranks may take.
+_OF_A_COLLECTIVE, _ROW_BYTES, _CHECKED_BYTES, _SHARE = 16, 6, 20, 0.5
 #: Of what is not measured yet, in a file that stays so only if the run is cut off.
 _CUT_OFF = "the run was cut off before"
+_LINE = 110
 
 
 @dataclass
@@ -51,54 +61,40 @@ class Results:
         return sum(figure["wrong"] or 0 for figure in self.figures)
 
 
-Keep = Callable[[Results], None]
+# ---------------------------------------------------------------------------------------------------------------------
+# One rank's part of a run
 
 
 class Session:
-    """One rank's part of a run.
-
-    Args:
-        comm: the ranks.
-        settings: the same on all of them.
-        report: is told what is measured now, by rank 0.
-        keep: gets what has been found, from rank 0, after each size.
-    """
+    """One rank's part of a run; rank 0 prints, tells `report` what is measured now, and `keep` what was found."""
 
     def __init__(
-        self, comm: Communicator, settings: Settings, report: Report = SILENT, keep: Keep | None = None
+        self,
+        comm: Communicator,
+        settings: Settings,
+        report: Report = SILENT,
+        keep: Callable[[Results], None] | None = None,
     ) -> None:
         self.comm, self.settings = comm, settings
-        self._keep = keep if comm.rank == 0 else None
-        self._report = report if comm.rank == 0 else SILENT
-        self._job = self._titled = ""
+        self._keep, self._report = (keep, report) if comm.rank == 0 else (None, SILENT)
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         self.laps = Laps(comm.device)
-        self.group = baselines.group_name(comm)
-        #: Whose time speed-ups are of.
-        self.reference = self.group or baselines.COPY
+        #: What the process group's own collectives are called; None where ranks are threads.
+        self.group = None if comm.in_process else str(torch.distributed.get_backend(comm.group))
+        self.reference = self.group or made.COPY
         hosts = comm.all_gather_object(socket.gethostname())
-        self.results = Results(len(set(hosts)))
+        self.results, self._titled, self._most_copied = Results(len(set(hosts))), "", 0
         #: Ranks that have one memory.
         self._sharing = 1 if comm.device.type == "cuda" and self.group else hosts.count(socket.gethostname())
         self._print_ranks()
-        self._most_copied = 0
         self._mpi: OpenMPI | None = None
-        self._look_for_baselines()
-
-    def _look_for_baselines(self) -> None:
-        chosen = self.settings.baselines
-        if "mpi" in chosen:
+        if "mpi" in settings.baselines:
             try:
-                self._mpi = OpenMPI(self.comm)
+                self._mpi = OpenMPI(comm)
             except NotHere as reason:
-                self._skip(mpi.NAME, str(reason))
-        if self.group is None:
-            for option in ("group", "quantize"):
-                if option in chosen:
-                    self._skip(option, "ranks that are threads have no process group")
-        self._has_symmetric_memory = self.comm.device.type == "cuda" and self.group is not None
-        if "symmetric_memory" in chosen and not self._has_symmetric_memory:
-            self._skip(baselines.SYMMETRIC_MEMORY, "it is for processes with a GPU each")
+                self._skip(made.OPEN_MPI, str(reason))
+        if self.group is None and "group" in settings.baselines:
+            self._skip("group", "ranks that are threads have no process group")
 
     def _skip(self, implementation: str, reason: str, **where: object) -> None:
         entry = {"implementation": implementation, "reason": reason, **where}
@@ -123,158 +119,138 @@ class Session:
         """Measures everything that was asked for."""
         jobs = list(self._jobs())
         for place, (what, needed, job) in enumerate(jobs, 1):
-            self._job = f"{place} of {len(jobs)}: {what}"
             if self._fits(what, needed):
-                job()
+                job(f"{place} of {len(jobs)}: {what}")
             if self._keep is not None:  # the run may be cut off at any moment
                 left = [{"implementation": what, "reason": _CUT_OFF} for what, *_ in jobs[place:]]
-                self._keep(replace(self.results, skipped=self.results.skipped + left))
+                self._keep(Results(**vars(self.results) | {"skipped": self.results.skipped + left}))
         return self.results
 
-    def _jobs(self) -> Iterator[_Job]:
-        """What is measured, the memory that it needs, and how."""
-        chosen, comm = self.settings, self.comm
+    def _jobs(self) -> Iterator[tuple[str, int, Callable[[str], None]]]:
+        """What is measured, the memory that each rank needs for it, and how."""
+        chosen = self.settings
         for operation in (operation for operation in COLLECTIVES if operation in chosen.operations):
             # What all ranks share equally has no routing.
             for routing in chosen.routings if operation == "all_to_all_v" else (None,):
                 for size in chosen.sizes:
-                    job = partial(self._collective, operation, size, routing, size == chosen.sizes[0])
-                    yield f"{operation} of {size} bytes", machine.memory_of_collective(size), job
+                    job = partial(self._collective, operation, size, routing)
+                    yield f"{operation} of {size} bytes", _OF_A_COLLECTIVE * size, job
         legs = [operation for operation in ROUND if operation in chosen.operations]
         for routing in chosen.routings if legs else ():
             for tokens in chosen.tokens:
-                job = partial(self._round, legs, tokens, routing, tokens == chosen.tokens[0])
-                sizes = tokens, chosen.hidden, chosen.top_k, comm.size, self.dtype.itemsize
-                yield f"a round of {tokens} tokens", machine.memory_of_round(*sizes), job
+                element_bytes = _ROW_BYTES * chosen.top_k * self.dtype.itemsize + _CHECKED_BYTES * self.comm.size
+                job = partial(self._round, legs, tokens, routing)
+                yield f"a round of {tokens} tokens", tokens * chosen.hidden * element_bytes, job
 
     def _fits(self, what: str, needed: int) -> bool:
         """Whether all ranks have memory for it; if one has not, all leave it out."""
-        reasons = self.comm.all_gather_object(machine.why_too_large(needed, self._sharing, self.comm.device))
-        reason = next(filter(None, reasons), None)
-        if reason is not None:
-            self._skip(what, reason)
-        return reason is None
+        device, needed = self.comm.device, needed * self._sharing
+        free = int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_bytes()
+        fits = all(self.comm.all_gather_object(needed <= _SHARE * free))
+        if not fits:
+            self._skip(what, f"needs about {needed / 2**20:.0f} MiB, more than half of what is free")
+        return fits
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Collectives
-
-    def _problem(self, operation: str, size: int, routing: Routing | None) -> Problem:
-        comm, dtype = self.comm, self.dtype
-        if routing is None:
-            kinds: dict[str, Callable[..., Problem]] = {
-                "all_gather": AllGather, "reduce_scatter": ReduceScatter, "all_reduce": AllReduce
-            }  # fmt: skip
-            return kinds[operation](comm, dtype, size)
-        elements = max(1, size // dtype.itemsize)
-        width = max(1, min(self.settings.hidden, elements // comm.size))
-        counts = row_counts(routing, elements // width, comm.size)
-        return AllToAll(comm, dtype, counts, width, skew_of(counts.sum(0).tolist()))
-
-    def _collective(self, operation: str, size: int, routing: Routing | None, first: bool) -> None:
-        problem = self._problem(operation, size, routing)
-        candidates = list(self._collective_baselines(problem))
+    def _collective(self, operation: str, size: int, routing: Routing | None, job: str) -> None:
+        counts, width, comm = None, 1, self.comm
+        if routing is not None:
+            elements = max(1, size // self.dtype.itemsize)
+            width = max(1, min(self.settings.hidden, elements // comm.size))
+            counts = row_counts(routing, elements // width, comm.size)
+        problem = Collective(comm, self.dtype, operation, size, counts, width)
+        candidates = []
+        if "group" in self.settings.baselines and self.group is not None:
+            candidates.append(made.group_collective(problem, self.group))
+        if self._mpi is not None:
+            candidates.append(self._mpi.collective(problem))
+        source = problem.x.new_ones(problem.size_bytes // self.dtype.itemsize)
+        candidates += self._copies(source, [operation])
         for transport in self.settings.transports:
-            candidates += [collective(problem, wire, transport) for wire in self.settings.wires]
-            if transport == "direct" and "none" in self.settings.wires and isinstance(problem, AllToAll | AllGather):
-                candidates.append(straight(problem))
-        rows = max(self.comm.all_gather_object(problem.rows))
-        name = None if routing is None else str(routing)
-        sizes = Sizes(rows, problem.size_bytes, self._mean(problem.logical_bytes), name, problem.skew)
-        self._measure(candidates, {problem.operation: sizes}, None, first, problem.size_bytes)
+            candidates += [made.thinwire_collective(problem, wire, transport) for wire in self.settings.wires]
+        rows = max(comm.all_gather_object(problem.rows))
+        self._measure(job, candidates, [operation], problem, rows, routing, source.nbytes)
 
-    def _collective_baselines(self, problem: Problem) -> Iterator[Candidate]:
-        chosen = self.settings.baselines
-        if "group" in chosen and self.group is not None:
-            yield baselines.of_group(problem, self.group)
+    def _round(self, legs: Sequence[str], tokens: int, routing: Routing, job: str) -> None:
+        chosen, comm = self.settings, self.comm
+        ids = expert_ids(routing, tokens, chosen.experts, chosen.top_k, comm.size)
+        problem = Round(comm, self.dtype, chosen.hidden, ids, chosen.experts)
+        self.results.traffic, self.results.expert_load = problem.between.tolist(), problem.load.tolist()
+        candidates = []
+        if "group" in chosen.baselines and self.group is not None:
+            candidates.append(made.routed_rows(problem, self.group, made.group_exchange(comm), self.laps))
         if self._mpi is not None:
-            yield baselines.of_mpi(problem, self._mpi)
-        if "quantize" in chosen and self.group is not None:
-            for wire in self._quantized_wires():
-                yield baselines.quantized_by_hand(problem, wire, self.group)
-        if "symmetric_memory" in chosen and self._has_symmetric_memory:
-            yield baselines.of_symmetric_memory(problem)
-        if "copy" in chosen:
-            source = problem.x.new_ones(problem.size_bytes // problem.dtype.itemsize)
-            yield baselines.copy(source, torch.empty_like(source), (problem.operation,))
+            candidates.append(made.routed_rows(problem, made.OPEN_MPI, self._mpi.exchange, self.laps))
+        # A leg reads tokens and writes experts' rows, or the other way round; a copy reads as much as it writes.
+        source = problem.x.new_ones(max(1, (tokens + problem.expert_rows) // 2), chosen.hidden)
+        candidates += self._copies(source, ["dispatch", "combine"])
+        for transport in chosen.transports:
+            candidates += [made.thinwire_round(problem, wire, transport, self.laps) for wire in chosen.wires]
+        self._measure(job, candidates, legs, problem, tokens, routing, source.nbytes)
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Rounds
-
-    def _round(self, legs: Sequence[str], tokens: int, routing: Routing, first: bool) -> None:
-        settings = self.settings
-        ids = expert_ids(routing, tokens, settings.experts, settings.top_k, self.comm.size)
-        problem = Round(self.comm, self.dtype, settings.hidden, ids, settings.experts)
-        self.results.traffic = problem.between.tolist()
-        self.results.expert_load = problem.load.tolist()
-        candidates = list(self._round_baselines(problem))
-        for transport in settings.transports:
-            candidates += [expert_round(problem, wire, transport, self.laps) for wire in settings.wires]
-        sizes = {
-            leg: Sizes(
-                tokens, problem.size_bytes, self._mean(problem.logical_bytes[leg]), str(routing), problem.skew,
-                violation_of(problem.load),
-            )
-            for leg in legs
-        }  # fmt: skip
-        self._measure(candidates, sizes, self.laps, first, self._copied_rows(problem) * problem.x[:1].nbytes)
-
-    @staticmethod
-    def _copied_rows(problem: Round) -> int:
-        """A leg reads tokens and writes experts' rows, or the other way round; a copy reads as much as it writes."""
-        return max(1, (problem.tokens + problem.expert_rows) // 2)
-
-    def _round_baselines(self, problem: Round) -> Iterator[Candidate]:
-        chosen = self.settings.baselines
-        if self.group is not None:
-            exchange = group_exchange(self.comm)
-            if "group" in chosen:
-                yield routed_rows(problem, self.group, "none", exchange, self.laps)
-            if "quantize" in chosen:
-                for wire in self._quantized_wires():
-                    yield routed_rows(problem, f"quantize, {self.group}", wire, exchange, self.laps)
-        if self._mpi is not None:
-            yield routed_rows(problem, mpi.NAME, "none", self._mpi.exchange, self.laps)
-        if "copy" in chosen:
-            source = problem.x.new_ones(self._copied_rows(problem), problem.hidden)
-            yield baselines.copy(source, torch.empty_like(source), ("dispatch", "combine"))
-
-    # -----------------------------------------------------------------------------------------------------------------
-
-    def _quantized_wires(self) -> list[str]:
-        return [wire for wire in self.settings.wires if WireFormat.parse(wire).quantized]
-
-    def _mean(self, value: float) -> float:
-        return sum(self.comm.all_gather_object(value)) / self.comm.size
+    def _copies(self, source: torch.Tensor, operations: Sequence[str]) -> list[Candidate]:
+        return [made.copy(source, operations)] if "copy" in self.settings.baselines else []
 
     def _measure(
-        self, candidates: list[Candidate], sizes: dict[str, Sizes], laps: Laps | None, first: bool, copied: int
+        self,
+        job: str,
+        candidates: Sequence[Candidate],
+        operations: Sequence[str],
+        problem: Collective | Round,
+        rows: int,
+        routing: Routing | None,
+        copied: int,
     ) -> None:
-        self._report.stage(self._job, len(candidates))
-        found = measure(self.comm, candidates, self.settings, laps, self._report)
+        """Measures candidates as these operations, and prints and keeps a figure for each."""
+        is_round = isinstance(problem, Round)
+        self._report.stage(job, len(candidates))
+        found = measure(self.comm, candidates, self.settings, self.laps if is_round else None, self._report)
         for candidate, reason in found.missing:
-            where = {"operation": "/".join(sizes), "wire": candidate.wire, "transport": candidate.transport}
+            where = {"operation": "/".join(operations), "wire": candidate.wire, "transport": candidate.transport}
             self._skip(candidate.implementation, reason, **where)
-        figures = figures_of(found, sizes, self.reference)
-        self.results.figures += figures
-        for figure in figures:
-            if figure["implementation"] == baselines.COPY and figure["seconds"] and copied > self._most_copied:
-                self._most_copied = copied
-                self.results.copy_bandwidth = 2 * copied / figure["seconds"]["median"]
-        if first:
-            counted = "elements" if laps is None else "tokens"
-            counted = "rows" if "all_to_all_v" in sizes else counted
-            self._print(f"\n{heading(counted, self.reference, self.settings.wide)}")
-        for figure in figures:
-            named = (figure[name] for name in ("routing", "skew", "max_violation"))
-            titled = title(figure["operation"], self.settings.dtype, *named)
-            if first or titled != self._titled:
-                self._print(titled)
-            self._print(line(figure, self.settings.wide))
-            first, self._titled = False, titled
+        for operation in operations:
+            logical = problem.logical_bytes[operation] if isinstance(problem, Round) else problem.logical_bytes
+            sizes = {
+                "operation": operation,
+                "routing": None if routing is None else str(routing),
+                "skew": problem.skew,
+                "max_violation": violation_of(problem.load) if isinstance(problem, Round) else None,
+                "tokens": rows,
+                "size_bytes": problem.size_bytes,
+                "logical_bytes": sum(self.comm.all_gather_object(logical)) / self.comm.size,
+                "reference": self.reference,
+            }
+            for candidate in candidates:
+                key = candidate.label, operation
+                if key not in found.sent:
+                    continue
+                verdict = found.verdicts.get(key)
+                reference = found.samples.get((f"{self.reference}/none", operation))
+                figure = {
+                    **dict(zip(("implementation", "wire", "transport"), candidate[:3], strict=True)),
+                    **sizes,
+                    **written.timed(sizes, found.samples.get(key), reference, found.sent[key]),
+                    "relative_error": verdict and written.relative(verdict.error_squares, verdict.squares),
+                    # What is wrong in a leg that was not asked for counts in those that were.
+                    "wrong": verdict and verdict.wrong + found.wrong(candidate.label, besides=operations),
+                }
+                self._add(figure, "tokens" if is_round else "rows" if routing else "elements", copied)
+
+    def _add(self, figure: dict[str, Any], counted: str, copied: int) -> None:
+        self.results.figures.append(figure)
+        if figure["implementation"] == made.COPY and figure["seconds"] and copied > self._most_copied:
+            self._most_copied = copied
+            self.results.copy_bandwidth = 2 * copied / figure["seconds"]["median"]
+        titled = written.title(figure, self.settings.dtype)
+        if titled != self._titled:
+            self._print(f"\n{titled}\n{written.heading(counted, self.reference)}")
+        self._titled = titled
+        self._print(written.line(figure))
 
 
 @torch.no_grad()
-def run_session(comm: Communicator, settings: Settings, report: Report = SILENT, keep: Keep | None = None) -> Results:
+def run_session(
+    comm: Communicator, settings: Settings, report: Report = SILENT, keep: Callable[[Results], None] | None = None
+) -> Results:
     """A whole run on one rank. Collective.
 
     Raises:
@@ -283,3 +259,143 @@ def run_session(comm: Communicator, settings: Settings, report: Report = SILENT,
     if comm.device.type == "cpu":
         torch.set_num_threads(THREADS)
     return Session(comm, settings, report, keep).run()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All ranks
+
+
+def run_bench(settings: Settings, command: str, json_file: Path | None, plot_folder: Path | None) -> int:
+    """Runs everything, and prints and writes what was found; 1 if a result was wrong, or nothing was measured.
+
+    Args:
+        settings: what is to be measured.
+        command: as it was typed.
+        json_file: where all figures are written.
+        plot_folder: where they are drawn.
+
+    Raises:
+        ArgumentError: more or fewer ranks than the launcher's, no GPU, or a file or folder that cannot be written.
+    """
+    json_file = json_file and json_file.absolute()  # for the process of rank 0
+    launcher = next((one.name for one in LAUNCHERS if one.rank in os.environ or one.size in os.environ), None)
+    device, mode = _placed(settings, launcher)
+    first, ranks = True, settings.ranks or DEFAULT_RANKS
+    if launcher is not None:
+        info = discover(os.environ)
+        if settings.ranks not in (None, info.size):
+            raise ArgumentError(f"--ranks {settings.ranks}: {info.source} says {info.size}; leave it out")
+        first, ranks = info.rank == 0, info.size
+    if first and json_file is not None:  # a file that cannot be written is better known now than at the end
+        _require("--json", json_file.parent, lambda: json_file.parent.mkdir(parents=True, exist_ok=True))
+        _require("--json", json_file, lambda: os.close(open_to_write(json_file)))
+    if first and plot_folder is not None:
+        _require("--plot", plot_folder, lambda: plot_folder.mkdir(parents=True, exist_ok=True))
+    launched = launcher or ("processes of one host" if mode == "process" else "threads of one process")
+
+    def describe(device: torch.device) -> Callable[[Results], dict[str, Any]]:
+        described = written.machine(device) | ({"threads": THREADS} if device.type == "cpu" else {})
+        if first:
+            _comment(f"{ranks} ranks, {launched}")
+            _comment(written.in_words(described))
+        return partial(content_of, settings, described, ranks, launched, command)
+
+    with Progress(sys.stderr, time.monotonic()) if first else contextlib.nullcontext() as progress:
+        report = SILENT if progress is None else progress.report
+        report.stage("starting")
+        if launcher is not None:
+            with init(device=device, timeout=settings.timeout) as comm:
+                content = describe(comm.device)
+                results = run_session(comm, settings, report, partial(_keep, json_file, content))
+        else:
+            if mode == "thread":
+                require_queues(ranks)  # before CUDA starts
+            content = describe(torch.device(device))
+            shared = settings, report, partial(_keep, json_file, content)
+            results = run_ranks(run_session, ranks, *shared, mode=mode, device=device, timeout=settings.timeout)[0]
+    if first:
+        print_end(results)
+        if json_file is not None:
+            (replace_file if json_file.is_file() else write_file)(json_file, _text(content(results)))
+        if plot_folder is not None:
+            from thinwire.tools.bench.plots import write_pictures
+
+            for file in write_pictures(content(results), plot_folder):
+                print(f"# wrote {file}")
+    return 1 if results.wrong or not results.figures else 0
+
+
+def _placed(settings: Settings, launcher: str | None) -> tuple[str, str]:
+    """Where ranks run, and as what: those that are started here without a GPU each are threads that share the first.
+
+    Raises:
+        ArgumentError: there is no GPU.
+    """
+    if settings.device == "cpu":
+        return "cpu", "process"
+    set_here = {} if launcher is not None else set_queues()  # before CUDA is asked anything
+    found = torch.cuda.is_available()
+    shared = launcher is None and found and torch.cuda.device_count() < (settings.ranks or DEFAULT_RANKS)
+    if not shared:
+        for variable in set_here:
+            del os.environ[variable]
+    if settings.device == "cuda" and not found:
+        raise ArgumentError("--device cuda needs a GPU, and torch.cuda.is_available() is False; accepted here: cpu")
+    return "cuda" if found else "cpu", "thread" if shared else "process"
+
+
+def _keep(file: Path | None, content: Callable[[Results], dict[str, Any]], results: Results) -> None:
+    """Writes what has been found so far; what is no regular file, such as a pipe, gets all of it at the end alone."""
+    if file is not None and file.is_file():
+        replace_file(file, _text(content(results)))
+
+
+def _text(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
+
+
+def _require(option: str, path: Path, use: Callable[[], object]) -> None:
+    """Raises ArgumentError, naming the option, if a path cannot be used."""
+    try:
+        use()
+    except OSError as error:
+        raise ArgumentError(f"{option} {path}: {error.strerror or error}; name a path that can be written to") from None
+
+
+def _comment(text: str) -> None:
+    for line in textwrap.wrap(f"# {text}", _LINE, subsequent_indent="#   "):
+        print_over(line)
+
+
+def print_end(results: Results) -> None:
+    """What stands under the tables."""
+    print()
+    for entry in results.skipped:
+        where = ", ".join(str(entry[key]) for key in ("operation", "wire", "transport") if entry.get(key))
+        _comment(f"skipped: {entry['implementation']}{f' ({where})' if where else ''}: {entry['reason']}")
+    if results.copy_bandwidth is not None:
+        _comment(f"copy: {results.copy_bandwidth / 1e9:.2f} GB/s read and written by a rank while all copy")
+    if not results.figures:
+        _comment("nothing was measured")
+    wrong = sorted(
+        {f"{figure['operation']} {figure['implementation']}" for figure in results.figures if figure["wrong"]}
+    )
+    _comment(f"wrong: {results.wrong} elements" + (f", of {', '.join(wrong)}" if wrong else ""))
+
+
+def content_of(
+    settings: Settings, described: dict[str, Any], ranks: int, launched: str, command: str, results: Results
+) -> dict[str, Any]:
+    """What is written to JSON."""
+    routings = list(map(str, settings.routings))
+    return {
+        "format": written.FORMAT,
+        "version": written.FORMAT_VERSION,
+        "command": command,
+        "commit": written.commit(),
+        "machine": described,
+        "ranks": ranks,
+        "launched": launched,
+        "settings": asdict(settings) | {"routings": routings, "routing": ",".join(routings)},
+        **asdict(results),
+    }

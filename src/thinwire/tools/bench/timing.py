@@ -6,21 +6,26 @@ What else the machine does then hits all of them alike. A ratio is the median ov
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from thinwire.comm import Communicator
+from thinwire.errors import TransportUnavailable
+from thinwire.tools.bench.options import Settings
+from thinwire.tools.bench.problems import Verdict
+from thinwire.tools.bench.results import name_text
+from thinwire.tools.progress import SILENT, Report
 
 Times = dict[str, list[float]]
 
 _MOST_CALLS = 2000
 _CALIBRATION_CALLS = 3
-#: Chains of each function, the fewest calls of one that count, and those before them that do not.
-_CHAINS, _LEAST_CHAIN, _FILLING = 3, 8, 2
+#: Calls in a row, the last of which is checked after the samples.
+_CHAIN = 4
 
 
 def sampler(device: torch.device) -> Callable[[Callable[[], object]], float]:
@@ -48,7 +53,6 @@ class Laps:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._marking = True
         self._started: Any = None
         self._last: Any = None
         self._parts: list[tuple[str, Any, Any]] = []
@@ -64,23 +68,13 @@ class Laps:
     def end(self, part: str, whole: str | None = None) -> None:
         """The part ends here, and the next one begins; so does `whole`, which began with the last `start`."""
         now = self._mark()
-        if self._marking:
-            self._parts.append((part, self._last, now))
-            if whole is not None:
-                self._parts.append((whole, self._started, now))
+        self._parts.append((part, self._last, now))
+        if whole is not None:
+            self._parts.append((whole, self._started, now))
         self._last = now
 
-    @contextlib.contextmanager
-    def silent(self) -> Iterator[None]:
-        """Meanwhile nothing is marked: on a GPU marks take as long as the calls of a small round."""
-        self._marking = False
-        try:
-            yield
-        finally:
-            self._marking = True
-
     def _mark(self) -> Any:
-        if not (self._on_gpu and self._marking):
+        if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -98,15 +92,15 @@ class Laps:
         return seconds
 
 
-def samples_of_ranks(
+def interleaved_over_ranks(
     comm: Communicator,
     functions: Mapping[str, Callable[[], object]],
     repeats: int,
     *,
     sample_seconds: float = 0.02,
     laps: Laps | None = None,
-) -> list[Times]:
-    """Seconds of a call on each rank, in `repeats` rounds of all functions in turn. Collective.
+) -> Times:
+    """Seconds of a call on the slowest rank, in `repeats` rounds of all functions in turn. Collective.
 
     All ranks run the same functions in the same order. Before a sample they meet at a barrier; a sample is so many
     calls, the same number on every rank, that they take about `sample_seconds`. What each call does for the first time,
@@ -131,48 +125,8 @@ def samples_of_ranks(
             parts = {} if laps is None else laps.take()
             for part, taken in (parts or {name: seconds}).items():
                 own.setdefault(part, []).append(taken / calls[name])
-    return comm.all_gather_object(own)
-
-
-def over_ranks(everyone: Sequence[Times], choose: Callable[[Sequence[float]], float]) -> Times:
-    """What is chosen of the ranks' times of each sample, such as `max`, which is that of the slowest.
-
-    >>> over_ranks([{"a": [1.0, 4.0]}, {"a": [2.0, 3.0]}], max)
-    {'a': [2.0, 4.0]}
-    """
-    own = everyone[0]
-    return {name: [choose(taken) for taken in zip(*(times[name] for times in everyone), strict=True)] for name in own}
-
-
-def interleaved_over_ranks(
-    comm: Communicator,
-    functions: Mapping[str, Callable[[], object]],
-    repeats: int,
-    *,
-    sample_seconds: float = 0.02,
-    laps: Laps | None = None,
-) -> Times:
-    """`samples_of_ranks` of the slowest rank in each sample. Collective."""
-    return over_ranks(samples_of_ranks(comm, functions, repeats, sample_seconds=sample_seconds, laps=laps), max)
-
-
-def chained_over_ranks(
-    comm: Communicator, functions: Mapping[str, Callable[[], object]], sample_seconds: float = 0.02
-) -> Times:
-    """Seconds of a call among calls that follow each other on all ranks, without a barrier, in a few chains.
-
-    The time of a chain is the median over ranks: in the long run all take as long. Its first calls, while those that
-    left the barrier first wait for the last, do not count. Collective.
-    """
-    sample = sampler(comm.device)
-    calls = {name: max(_LEAST_CHAIN, _agree_on_calls(comm, call, sample_seconds)) for name, call in functions.items()}
-    own: Times = {name: [] for name in functions}
-    for _ in range(_CHAINS):
-        for name, function in functions.items():
-            comm.barrier()
-            _repeated(function, _FILLING)()
-            own[name].append(sample(_repeated(function, calls[name])) / calls[name])
-    return over_ranks(comm.all_gather_object(own), statistics.median)
+    everyone = comm.all_gather_object(own)
+    return {name: [max(taken) for taken in zip(*(times[name] for times in everyone), strict=True)] for name in own}
 
 
 def _agree_on_calls(comm: Communicator, function: Callable[[], object], sample_seconds: float) -> int:
@@ -194,6 +148,137 @@ def _repeated(function: Callable[[], object], calls: int) -> Callable[[], None]:
     return run
 
 
-def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
-    """Median over rounds of one function's time by another's; rounds that only one of them took do not count."""
-    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=False))
+# ---------------------------------------------------------------------------------------------------------------------
+# Contenders at one size: made, checked, timed in turn, and checked again
+
+
+class NotHere(Exception):
+    """An implementation cannot take part; the message says why."""
+
+
+@dataclass
+class Contender:
+    """One implementation of an operation at one size, on one rank, ready to be called.
+
+    Attributes:
+        call: does it all once; gives the output of each operation that it is measured as.
+        judge: compares the output of an operation with the exact one.
+        wire_bytes: bytes that it sends from this rank, by operation.
+        poisoned: memory that `call` fills in place; set to NaN before a check.
+        inputs: what `call` reads; negated in the call before a checked one, so that rows left from it are found out.
+        close: gives its memory back.
+    """
+
+    call: Callable[[], Mapping[str, torch.Tensor]]
+    judge: Callable[[str, torch.Tensor], Verdict]
+    wire_bytes: Mapping[str, float]
+    poisoned: tuple[torch.Tensor, ...] = ()
+    inputs: tuple[torch.Tensor, ...] = ()
+    close: Callable[[], None] = field(default=lambda: None)
+
+    def poison(self) -> None:
+        """So that a call which leaves memory untouched, wherever its own is, is found out. Collective."""
+        for tensor in self.inputs:
+            tensor.neg_()
+        if self.inputs:
+            self.call()
+        for tensor in self.inputs:
+            tensor.neg_()
+        for tensor in self.poisoned:
+            tensor.fill_(float("nan"))
+
+
+class Candidate(NamedTuple):
+    """A contender that is not made yet: its name, its wire, thinwire's transport or None, and how it is made.
+
+    `make` may allocate, meet peers, or raise NotHere or TransportUnavailable, alike on all ranks.
+    """
+
+    implementation: str
+    wire: str
+    transport: str | None
+    make: Callable[[], Contender]
+
+    @property
+    def label(self) -> str:
+        """A name that no two candidates share."""
+        return "/".join(part for part in self[:3] if part)
+
+
+@dataclass
+class Measured:
+    """What came out; the same on all ranks. Keys are a candidate's label and an operation.
+
+    Attributes:
+        sent: bytes that leave a rank, mean over ranks, in the order in which contenders ran.
+        verdicts: over all ranks; empty where nothing was checked.
+        samples: seconds on the slowest rank; those with a wrong result have none.
+        missing: candidates that could not take part, and why.
+    """
+
+    sent: dict[tuple[str, str], float] = field(default_factory=dict)
+    verdicts: dict[tuple[str, str], Verdict] = field(default_factory=dict)
+    samples: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    missing: list[tuple[Candidate, str]] = field(default_factory=list)
+
+    def wrong(self, label: str, besides: Sequence[str] = ()) -> int:
+        """Elements of a contender that are outside their bounds, of what it is measured as besides some operations."""
+        return sum(each.wrong for (of, what), each in self.verdicts.items() if of == label and what not in besides)
+
+
+def measure(
+    comm: Communicator,
+    candidates: Sequence[Candidate],
+    settings: Settings,
+    laps: Laps | None = None,
+    report: Report = SILENT,
+) -> Measured:
+    """Makes, checks and times all candidates, the same ones on all ranks, and gives their memory back. Collective.
+
+    Of settings it looks at iterations, warmup, sample_seconds and check; in `laps` contenders mark a round's parts.
+    """
+    found, running = Measured(), dict[str, Contender]()
+    with contextlib.ExitStack() as opened:
+        for candidate in candidates:
+            report.now(f"first calls of {name_text(*candidate[:3])}, which may compile kernels")
+            try:
+                contender = candidate.make()
+                opened.callback(contender.close)
+                for _ in range(max(1, settings.warmup)):  # what cannot take part may say so in its first call
+                    contender.call()
+            except (NotHere, TransportUnavailable) as reason:
+                found.missing.append((candidate, str(reason)))
+            else:
+                running[candidate.label] = contender
+                everyone = comm.all_gather_object(dict(contender.wire_bytes))
+                for operation in contender.wire_bytes:
+                    found.sent[candidate.label, operation] = sum(own[operation] for own in everyone) / comm.size
+            report.step()
+        report.now("checking and timing them in turn")
+        if settings.check:
+            _check(comm, running, found)
+        running = {label: contender for label, contender in running.items() if not found.wrong(label)}
+        calls = {label: contender.call for label, contender in running.items()}
+        times: Times = interleaved_over_ranks(
+            comm, calls, settings.iterations, sample_seconds=settings.sample_seconds, laps=laps
+        )
+        if settings.check:
+            _check(comm, running, found, calls=_CHAIN)
+    for label, operation in found.sent:
+        if label in running and not found.wrong(label):
+            found.samples[label, operation] = times.get(f"{label} {operation}") or times[label]
+    return found
+
+
+def _check(comm: Communicator, running: dict[str, Contender], found: Measured, calls: int = 1) -> None:
+    """Compares the results of the last of several calls on all ranks, and adds what is found to earlier verdicts."""
+    for label, contender in running.items():
+        for _ in range(calls):
+            contender.poison()
+            outputs = contender.call()
+        own = {operation: tuple(contender.judge(operation, got)) for operation, got in outputs.items()}
+        del outputs
+        for everyone in comm.all_gather_object(own):
+            for operation, verdict in everyone.items():
+                earlier = found.verdicts.get((label, operation), Verdict(0, 0.0, 0.0))
+                found.verdicts[label, operation] = Verdict(*map(sum, zip(earlier, verdict, strict=True)))

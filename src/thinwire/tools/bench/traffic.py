@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -24,26 +23,6 @@ def first_experts(experts: int, ranks: int) -> list[int]:
     return [rank * (experts // ranks) + min(rank, experts % ranks) for rank in range(ranks + 1)]
 
 
-def read_matrix(routing: Routing, ranks: int) -> npt.NDArray[np.float64]:
-    """Rows from rank i to rank j, out of a CSV or .npy file.
-
-    Raises:
-        ArgumentError: what is in the file cannot be such a matrix for so many ranks.
-    """
-    file = Path(routing.file)
-    try:
-        matrix = np.load(file) if file.suffix == ".npy" else np.loadtxt(file, delimiter=",", ndmin=2)
-        matrix = matrix.astype(np.float64)
-    except (ValueError, OSError, EOFError, TypeError) as error:
-        raise ArgumentError(f"--routing {routing}: {error}; numbers between commas, or .npy, are needed") from error
-    if matrix.shape != (ranks, ranks):
-        shape = " x ".join(map(str, matrix.shape))
-        raise ArgumentError(f"--routing {routing}: a matrix of {shape}, where {ranks} ranks need {ranks} x {ranks}")
-    if not np.isfinite(matrix).all() or (matrix < 0).any() or not matrix.any():
-        raise ArgumentError(f"--routing {routing}: rows must be numbers of at least 0, and not all of them 0")
-    return matrix
-
-
 def row_counts(routing: Routing, rows: int, ranks: int) -> Integers:
     """[ranks, ranks] rows that rank i sends to rank j, where the busiest sender has `rows`.
 
@@ -56,9 +35,6 @@ def row_counts(routing: Routing, rows: int, ranks: int) -> Integers:
     >>> row_counts(Routing("hot", 0.7), 10, 4)[1].tolist()
     [7, 1, 1, 1]
     """
-    if routing.kind == "matrix":
-        matrix = read_matrix(routing, ranks)
-        return np.rint(matrix * (rows / matrix.sum(1).max())).astype(np.int64)
     if routing.kind == "zipf":
         shares = np.arange(1, ranks + 1, dtype=np.float64) ** -routing.value
     elif routing.kind in ("hot", "maxvio") and ranks > 1:
@@ -75,22 +51,16 @@ def row_counts(routing: Routing, rows: int, ranks: int) -> Integers:
 
 
 def expert_ids(routing: Routing, tokens: int, experts: int, top_k: int, ranks: int) -> list[Integers]:
-    """[tokens, top_k] experts that each rank's tokens name, different ones, -1 for none.
+    """[tokens, top_k] different experts that each rank's tokens name.
 
     Under `zipf` the popularity of experts goes with a power of their place in an order that is drawn once; under `hot`
     those of rank 0 have the share of it. Under `maxvio` one expert, drawn once, gets V more rows than the mean, and all
-    others are dealt out evenly, in an order drawn once. `matrix` gives rows from rank i to rank j in its proportions,
-    the largest entry being all tokens; a token goes to a rank once, whatever the number of its experts there.
+    others are dealt out evenly, in an order drawn once.
 
     Raises:
-        ArgumentError: a matrix that needs more ranks for a token than it has experts, or a rank without experts; a
-            violation larger than that of an expert that every token names.
+        ArgumentError: a violation larger than that of an expert that every token names.
     """
     first = first_experts(experts, ranks)
-    if routing.kind == "matrix":
-        matrix = read_matrix(routing, ranks)
-        wanted = np.rint(matrix * (tokens / matrix.max())).astype(np.int64)
-        return [_ids_of_rows(routing, row, tokens, top_k, first) for row in wanted]
     if routing.kind == "maxvio":
         return _violating_ids(routing, tokens, experts, top_k, ranks)
     popularity = np.ones(experts)
@@ -130,37 +100,6 @@ def _violating_ids(routing: Routing, tokens: int, experts: int, top_k: int, rank
     return list(ids.reshape(ranks, tokens, top_k))
 
 
-def _ids_of_rows(routing: Routing, rows: Integers, tokens: int, top_k: int, first: list[int]) -> Integers:
-    for receiver in np.flatnonzero(rows).tolist():
-        if first[receiver] == first[receiver + 1]:
-            raise ArgumentError(
-                f"--routing {routing}: rank {receiver} owns none of {first[-1]} experts, but the matrix sends it rows"
-            )
-    if rows.sum() > tokens * top_k:
-        raise ArgumentError(
-            f"--routing {routing}: a rank's {tokens} tokens would go to {int(rows.sum())} places, more than their "
-            f"{top_k} experts each allow; a larger --top-k is needed"
-        )
-    owned = [int(count) for count in np.diff(first)]
-    targets: list[list[int]] = [[] for _ in range(tokens)]
-    place = 0
-    # One after the other, round and round: no token has two places more than another.
-    for rank, count in enumerate(rows.tolist()):
-        for step in range(count):
-            targets[(place + step) % tokens].append(rank)
-        place += count
-    ids = np.full((tokens, top_k), -1, dtype=np.int64)
-    for token, ranks in enumerate(targets):
-        free = top_k
-        for number, rank in enumerate(ranks):
-            share = min(-(-free // (len(ranks) - number)), owned[rank])
-            start = token % owned[rank]
-            chosen = [first[rank] + (start + step) % owned[rank] for step in range(share)]
-            ids[token, top_k - free : top_k - free + share] = chosen
-            free -= share
-    return ids
-
-
 def rows_between(ids: list[Integers], experts: int) -> Integers:
     """[ranks, ranks] tokens of rank i that name an expert of rank j."""
     ranks = len(ids)
@@ -172,8 +111,7 @@ def rows_between(ids: list[Integers], experts: int) -> Integers:
 
 def expert_load(ids: list[Integers], experts: int) -> Integers:
     """[experts] rows of each expert, of all ranks' tokens."""
-    every = np.concatenate([own.ravel() for own in ids])
-    return np.bincount(every[every >= 0], minlength=experts).astype(np.int64)
+    return np.bincount(np.concatenate([own.ravel() for own in ids]), minlength=experts).astype(np.int64)
 
 
 def violation_of(load: Integers) -> float:

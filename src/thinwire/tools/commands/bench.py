@@ -30,14 +30,6 @@ host. docs/benchmarks.md explains the columns. The exit status is 1 if a result 
   thinwire bench all_reduce -b 64K -e 16M -f 4
   thinwire bench moe --tokens 1,128,4096 --hidden 7168 --experts 256 --json results.json"""
 
-#: What users of nccl-tests type, and what it is here.
-_NCCL_TESTS = {
-    "-g": "--ranks N, the number of processes to start",
-    "-t": "--ranks N, the number of processes to start",
-    "-d": f"--dtype, one of {', '.join(DTYPES)}",
-    "-o": "no option: every reduction is a sum",
-}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
@@ -69,34 +61,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--routing",
         default="uniform",
         metavar="ROUTING,...",
-        help="Route rows by these rules: uniform, zipf:S, hot:SHARE, maxvio:V, or matrix:FILE, a CSV or .npy file with "
-        "the rows from rank i to rank j (uniform).",
+        help="Route rows by these rules: uniform, zipf:S, hot:SHARE or maxvio:V (uniform).",
     )
     names = ", ".join(BASELINES)
     add("--baselines", default="all", metavar="NAME,...", help=f"Compare with all, none, or some of {names} (all).")
     add("--ranks", type=int, help=f"Start so many processes, where no launcher did ({DEFAULT_RANKS}).")
     add("--device", choices=("cpu", "cuda"), help="Run there; by default on cuda if there is a GPU, else on cpu.")
-    add("--eager", action="store_true", help="On a GPU time calls from Python, and no CUDA graphs of them.")
-    add("--link", metavar="RATE", help="Record this rate of the link between hosts in the results, such as 10Gbit.")
     add("--timeout", type=float, default=default.timeout, help=f"Stop after so many seconds ({default.timeout:g}).")
-    add("--wide", action="store_true", help="Print all columns; lines are then longer than 110 characters.")
     add("--json", type=Path, metavar="FILE", help="Also write all figures to this file.")
     add("--plot", type=Path, metavar="FOLDER", help="Also draw them, into this folder.")
-    for habit in _NCCL_TESTS:
-        add(habit, dest=habit, help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the table; 1 if a result was wrong, or nothing was measured."""
-    for habit, instead in _NCCL_TESTS.items():
-        if (value := getattr(options, habit)) is not None:
-            raise ArgumentError(f"{habit} {value}: an option of nccl-tests; here it is {instead}")
     settings = Settings.of(options)
     if options.json is not None and str(options.json) == "-":
         raise ArgumentError("--json - is no file, expected a path: the table goes to standard output")
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ArgumentError(f"--plot {options.plot} needs matplotlib: pip install matplotlib")
 
-    from thinwire.tools.bench.launch import run_bench
+    from thinwire.tools.bench.session import run_bench
 
     return run_bench(settings, shlex.join(["thinwire", *options.arguments]), options.json, options.plot)

@@ -1,4 +1,4 @@
-"""`thinwire demo`: its options, which are checked before torch is imported."""
+"""`thinwire demo`: its options, which are checked before torch is imported, and what it prints."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import argparse
 import json
 import math
 import os
+import platform
 import sys
 import time
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from thinwire.errors import ArgumentError
-from thinwire.tools.link import bits_per_second, enter_user_namespace
+from thinwire.files import write_file
 from thinwire.tools.progress import Progress
+from thinwire.version import VERSION
 from thinwire.wire import WireFormat
+
+if TYPE_CHECKING:
+    from thinwire.tools.demo.tiny_moe import WireScore
 
 SUMMARY = "run a trained model, expert-parallel on CPU ranks, in several wire formats"
 DESCRIPTION = """\
@@ -23,29 +29,38 @@ Splits a small trained mixture-of-experts model over CPU ranks, scores a text in
 formats, and prints what each of them costs and saves. The model and the text come with the
 package.
 
-With --link the ranks are two hosts, joined by a link of that rate, and the time of a round is
-shown for each format. The hosts are network namespaces of this machine, which need Linux with
-iproute2 and util-linux, and root or a system that grants users such namespaces.
-
   thinwire demo
-  thinwire demo --link 1Gbit"""
+  thinwire demo --ranks 2 --wire none,int8"""
 
-#: What a rank needs beside what all share, measured; and from how many ranks a core on it gets slow.
-_MIB_OF_A_RANK = 256
-_RANKS_OF_A_CORE = 4
+#: The packaged model's; every rank needs one at least.
+_EXPERTS = 8
 
-_RANKS, _HOSTS = 4, 2
-_WIRES, _LINK_WIRES = "none,int8+h64,int8,int4+h64", "none,int8,int8+h64,int6+h64,int4"
+_EXPLAINED = """
+max |dlogit| is the most that any logit differs from the unsharded model's.
+Bytes are per token and MoE layer, of rows that change ranks; dispatch carries expert ids and router
+weights besides. Errors are relative L2 against the same round sent exactly, over the first 2 steps.
+Seconds are of this machine: all ranks share its {cores} cores and no network is crossed.
+
+In your own model:
+
+    import thinwire as tw
+
+    comm = tw.init()                                    # torchrun, mpirun, Slurm, or a single process
+    ep = tw.ExpertParallel(comm, num_experts, top_k, hidden_size, max_tokens)
+
+    d = ep.dispatch(x, topk_ids, topk_weights)          # x [tokens, hidden]; in every MoE layer
+    y = ep.combine(experts(d.tokens, d.expert_counts), d)
+
+docs/quick-start.md has a whole layer.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    ranks = f"The experts are split over this many processes (default {_RANKS}; with --link {_HOSTS}, one a host)."
-    parser.add_argument("--ranks", type=int, metavar="N", help=ranks)
-    wires = f"These wire formats are compared (default {_WIRES}; with --link {_LINK_WIRES})."
-    parser.add_argument("--wire", metavar="WIRE,...", help=wires)
-    link = "Put a link of this rate between two hosts: a number and Mbit or Gbit, such as 1Gbit."
-    parser.add_argument("--link", metavar="RATE", help=link)
+    ranks = "The experts are split over this many processes (default 4)."
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help=ranks)
+    wires, compared = "none,int8+h64,int8,int4+h64", "These wire formats are compared"
+    parser.add_argument("--wire", default=wires, metavar="WIRE,...", help=f"{compared} (default {wires}).")
     text = "Score this file instead of the held-out text that comes with the package."
     parser.add_argument("--text", type=Path, metavar="FILE", help=text)
     parser.add_argument("--json", type=Path, metavar="FILE", help="Also write the figures to this file.")
@@ -54,16 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the table, or with --link the chart."""
-    began, model = time.monotonic(), _model_config()
-    rate = None if options.link is None else _rate(options.link)
-    ranks = options.ranks if options.ranks is not None else _RANKS if rate is None else _HOSTS
-    if rate is not None and ranks != _HOSTS:
-        raise ArgumentError(f"--ranks {ranks}: --link joins {_HOSTS} hosts of one rank each; leave --ranks out")
-    _check_ranks(ranks, int(model["num_experts"]))
-    wires = [wire.strip() for wire in (options.wire or (_WIRES if rate is None else _LINK_WIRES)).split(",")]
-    for wire in wires:
-        WireFormat.parse(wire)
+    """Prints the table."""
+    began, ranks = time.monotonic(), options.ranks
+    if not 1 <= ranks <= _EXPERTS:
+        raise ArgumentError(f"--ranks {ranks}: 1 to {_EXPERTS} are accepted, as every rank needs one of the experts")
+    wires = [str(WireFormat.parse(wire.strip())) for wire in options.wire.split(",")]
     if not (math.isfinite(options.timeout) and 0 < options.timeout <= 1e9):
         raise ArgumentError(f"--timeout {options.timeout:g}: a number of seconds above 0, at most 1e9, is needed")
     text = _text(options.text)
@@ -72,96 +82,59 @@ def run(options: argparse.Namespace) -> int:
             options.json.open("a").close()  # a file that cannot be written is better known now than at the end
         except OSError as error:
             raise ArgumentError(f"--json {options.json}: {error.strerror}") from error
-    if rate is not None:
-        # Also a user who is not root may make namespaces, on most systems: this command then runs anew in one.
-        enter_user_namespace([sys.executable, "-m", "thinwire", *options.arguments])
-    where = f"over {ranks} CPU ranks" if rate is None else f"on two hosts, joined by {options.link}/s"
     print(
-        f"A byte-level MoE transformer ({model['num_layers']} MoE layers, {model['num_experts']} experts, "
-        f"top-{model['top_k']}, hidden {model['hidden_size']}, {'float32' if rate is None else 'bfloat16'})\n"
-        f"{where}, scoring {len(text):,} bytes of {'held-out text' if options.text is None else options.text}:\n",
+        f"A byte-level MoE transformer (3 MoE layers, {_EXPERTS} experts, top-2, hidden 256, float32)\n"
+        f"over {ranks} CPU ranks, scoring {len(text):,} bytes of {options.text or 'held-out text'}:\n",
         flush=True,
     )
-    if rate is None:
-        _show(options, ranks, wires, text, began)
-    else:
-        _show_on_link(options, rate, wires, text, began)
+    with Progress(sys.stderr, began) as progress:
+        progress.stage("loading torch ...")
+        import torch
+
+        from thinwire.fused.backend import select_backend
+        from thinwire.testing import run_ranks
+        from thinwire.tools.demo.tiny_moe import score_text
+
+        for wire in wires:
+            select_backend(torch.device("cpu"), WireFormat.parse(wire))  # refuses where no kernel can run
+        progress.stage(f"starting {ranks} rank{'s' if ranks > 1 else ''} ...")
+        exact_bits, scores = run_ranks(score_text, ranks, text, wires, progress.report, timeout=options.timeout)[0]
+    print(format_table(exact_bits, scores), _EXPLAINED.format(cores=os.cpu_count()), sep="\n")
+    if options.json is not None:
+        figures = {
+            "demo": f"thinwire demo --ranks {ranks} --wire {','.join(wires)}",
+            "text": "packaged held-out text" if options.text is None else str(options.text),
+            "thinwire": VERSION,
+            "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
+            "text_bytes": len(text),
+            "unsharded_bits_per_byte": exact_bits,
+            "scores": [asdict(score) for score in scores],
+        }
+        write_file(options.json, f"{json.dumps(figures, indent=2)}\n".encode())
     return 0
 
 
-def _show(options: argparse.Namespace, ranks: int, wires: list[str], text: bytes, began: float) -> None:
-    with Progress(sys.stderr, began) as progress:
-        progress.stage("loading torch ...")
-        from thinwire.tools.demo import score_text, show_scores, write_scores
-
-        exact_bits, scores = score_text(ranks, wires, text, options.timeout, progress.report)
-    show_scores(exact_bits, scores)
-    if options.json is not None:
-        write_scores(options.json, f"--ranks {ranks}", options.text, text, exact_bits, scores)
-
-
-def _show_on_link(options: argparse.Namespace, rate: str, wires: list[str], text: bytes, began: float) -> None:
-    with Progress(sys.stderr, began) as progress:
-        progress.stage("loading torch ...")
-        from thinwire.tools.demo import write_scores
-        from thinwire.tools.link_demo import score_on_link, show_link_scores
-
-        exact_first = list(dict.fromkeys(["none", *wires]))
-        scores = score_on_link(rate, exact_first, text, options.timeout, progress.report)
-    show_link_scores(options.link, scores)
-    if options.json is not None:
-        write_scores(options.json, f"--link {options.link}", options.text, text, None, scores)
-
-
-def _rate(given: str) -> str:
-    """As `tc` spells it."""
-    try:
-        bits_per_second(given.lower())
-    except ValueError as error:
-        raise ArgumentError(f"--link {given}: a number and Mbit or Gbit is needed, such as 1Gbit") from error
-    return given.lower()
+def format_table(exact_bits: float, scores: list[WireScore]) -> str:
+    """One line a wire format, under one of the unsharded model."""
+    lines = [
+        "                                      ------ dispatch ------   ------- combine ------",
+        "wire        bits/byte  max |dlogit|   logical    wire  error   logical    wire  error   seconds",
+        f"{'unsharded':10}{exact_bits:11.4f}",
+    ]
+    for s in scores:
+        lines.append(
+            f"{s.wire:10}{s.bits_per_byte:11.4f}{s.largest_logit_difference:14.1e}"
+            f"{s.dispatch_logical_bytes:10.0f}{s.dispatch_wire_bytes:8.0f}{s.dispatch_error:7.4f}"
+            f"{s.combine_logical_bytes:10.0f}{s.combine_wire_bytes:8.0f}{s.combine_error:7.4f}{s.seconds:10.2f}"
+        )
+    return "\n".join(lines)
 
 
 def _text(file: Path | None) -> bytes:
-    packaged = resources.files("thinwire.moe") / "tiny_moe" / "heldout.txt"
     try:
-        text = packaged.read_bytes() if file is None else file.read_bytes()
+        text = (resources.files("thinwire.tools.demo") / "heldout.txt" if file is None else file).read_bytes()
     except OSError as error:
         raise ArgumentError(f"--text {file}: {error.strerror}") from error
     if len(text) < 2:
         raise ArgumentError(f"--text {file}: a text of at least 2 bytes is needed, this has {len(text)}")
     return text
-
-
-def _check_ranks(ranks: int, experts: int) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if ranks < 1:
-        raise ArgumentError(f"--ranks {ranks}: at least 1 is needed")
-    if ranks > experts:
-        raise ArgumentError(f"--ranks {ranks}: the model has {experts} experts, and every rank needs at least one")
-    available = _available_mib()
-    if available is not None and ranks * _MIB_OF_A_RANK > available:
-        raise ArgumentError(
-            f"--ranks {ranks}: they need about {ranks * _MIB_OF_A_RANK} MiB of memory; {available} MiB are available"
-        )
-    if ranks > _RANKS_OF_A_CORE * cores:
-        warning = f"{ranks} ranks share {cores} cores: they take turns, and this takes long"
-        print(f"thinwire: warning: {warning}", file=sys.stderr)
-
-
-def _model_config() -> dict[str, Any]:
-    from safetensors import safe_open
-
-    with resources.as_file(resources.files("thinwire.moe") / "tiny_moe" / "tiny_moe.safetensors") as path:
-        with safe_open(path, framework="numpy") as file:
-            config: dict[str, Any] = json.loads(file.metadata()["config"])
-            return config
-
-
-def _available_mib() -> int | None:
-    """Memory that processes may still take; None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        return None

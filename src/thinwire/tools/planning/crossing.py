@@ -13,9 +13,9 @@ import torch
 from thinwire.errors import ArgumentError
 from thinwire.fields import parse_json, read_bytes
 from thinwire.moe.routing import owners_in
-from thinwire.moe.tiny import TINY_MOE_PATH, load_tiny_moe, text_windows
 from thinwire.tools.bench.options import Routing
 from thinwire.tools.bench.traffic import Integers, expert_ids, expert_load, first_experts, skew_of, violation_of
+from thinwire.tools.demo.tiny_moe import HELD_OUT_PATH, load_tiny_moe, text_windows
 from thinwire.tools.planning.plan import Request
 
 #: The share of tokens that go to a host, from which messages are dense: 1 / 0.9 times the bytes at most, but no counts,
@@ -82,7 +82,7 @@ def draw_ids(routing: str, experts: int, top_k: int, ranks: int) -> Integers:
         model = load_tiny_moe()
         if (experts, top_k) != (model.config.num_experts, model.config.top_k):
             raise ArgumentError(f"routing is demo with {top_k} of {experts} experts, expected --experts 8 --top-k 2")
-        text = TINY_MOE_PATH.with_name("heldout.txt").read_bytes()
+        text = HELD_OUT_PATH.read_bytes()
         with torch.no_grad():
             layers = model.forward_with_routing(text_windows(text, model.config.context)[0][0])[1]
         return max((one.topk_ids.numpy() for one in layers), key=lambda ids: violation_of(expert_load([ids], experts)))

@@ -186,8 +186,8 @@ def fit_results(results: Results) -> dict[_Measured, Fit]:
     groups: dict[_Measured, list[Point]] = {}
     for figure in results.figures:
         key = figure.operation, figure.implementation, figure.wire, figure.transport, figure.routing
-        if figure.seconds is not None:  # a wrong result has none
-            groups.setdefault(key, []).append(Point(figure.wire_bytes, figure.seconds.median))
+        if figure.median is not None:  # a wrong result has none
+            groups.setdefault(key, []).append(Point(figure.wire_bytes, figure.median))
     usable = {key: group for key, group in groups.items() if len({point.wire_bytes for point in group}) > 1}
     return {key: fit_points(group) for key, group in usable.items()}
 

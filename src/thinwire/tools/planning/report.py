@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from thinwire.tools.bench.results import Results
-from thinwire.tools.bench.units import significant
+from thinwire.tools.bench.results import Results, significant
 from thinwire.tools.planning.crossing import DENSE, Crossings
 from thinwire.tools.planning.model import GPUS, Link, Model
 from thinwire.tools.planning.plan import Fit, Planned, Request

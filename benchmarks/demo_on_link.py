@@ -1,6 +1,10 @@
-"""`thinwire demo --link`: the demo's model on two hosts, joined by a link of a given rate, in each wire format.
+"""The demo's model on two hosts, joined by a link of a given rate, in each wire format.
 
-Both legs of a round cross the link: it is here that fewer bytes are less time.
+    sudo .venv/bin/python -m benchmarks.demo_on_link --rate 1gbit
+
+Both legs of a round cross the link: it is here that fewer bytes are less time. The hosts are network namespaces of this
+machine (see `benchmarks/link.py`), with a rank each. Who is not root may make them on most systems in a namespace of
+users: `unshare --user --map-root-user --net .venv/bin/python -m benchmarks.demo_on_link`.
 """
 
 from __future__ import annotations
@@ -9,18 +13,19 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import link, timing
 from thinwire.comm.communicator import Communicator
 from thinwire.moe.dispatched import Dispatched, ExpertRows
 from thinwire.moe.layer import MoELayer
 from thinwire.moe.parallel import ExpertParallel
-from thinwire.moe.tiny import TinyMoE, load_tiny_moe, nats, text_windows
-from thinwire.tools.link import run_on_two_hosts
-from thinwire.tools.progress import Report
+from thinwire.tools.demo.tiny_moe import HELD_OUT_PATH, TinyMoE, load_tiny_moe, nats, text_windows
 
 #: Windows of a rank in one call of the model: 10,240 tokens, as when a batch of prompts comes in.
 _WINDOWS = 40
@@ -68,14 +73,8 @@ class _TimedExpertParallel(ExpertParallel):
         return y.float()
 
 
-def score_rank(comm: Communicator, text: str, wires: list[str], told: str | None) -> list[dict[str, Any]]:
-    """Runs in both ranks: a `LinkScore`'s fields for each wire.
-
-    Args:
-        text: its bytes, as Latin-1.
-        told: the file that a `Report` writes to.
-    """
-    report = Report(told if comm.rank == 0 else None)
+def score_rank(comm: Communicator, text: str, wires: list[str]) -> list[dict[str, Any]]:
+    """Runs in both ranks: a `LinkScore`'s fields for each wire; the text's bytes come as Latin-1."""
     content = text.encode("latin-1")
     config = load_tiny_moe().config
     sizes = (config.num_experts, config.top_k, config.hidden_size, _WINDOWS * config.context)
@@ -98,38 +97,18 @@ def score_rank(comm: Communicator, text: str, wires: list[str], told: str | None
     bits = {}
     with torch.inference_mode():
         for wire, (ep, model) in models.items():
-            report.stage(f"scoring the text in {wire} ...", len(steps))
-            cost = 0.0
-            for inputs, targets in steps:
-                cost += nats(model(inputs), targets)
-                report.step()
+            cost = sum(nats(model(inputs), targets) for inputs, targets in steps)
             bits[wire] = sum(comm.all_gather_object(cost)) / math.log(2.0) / (len(content) - 1)
             ep.times, ep.sent = [], []  # those were also the warm-up
-        report.stage("timing rounds of all formats in turn ...", _TURNS * len(wires))
         for _ in range(_TURNS):
             for _, model in models.values():
                 model(steps[0][0])
-                report.step()
     scores = []
     for wire, (ep, _) in models.items():
         samples = [max(of_ranks) for of_ranks in zip(*comm.all_gather_object(ep.times), strict=True)]
         sent = statistics.fmean(number for of_rank in comm.all_gather_object(ep.sent) for number in of_rank)
         scores.append(asdict(LinkScore(wire, statistics.median(samples), sent, bits[wire], samples)))
     return scores
-
-
-def score_on_link(rate: str, wires: list[str], text: bytes, timeout: float, report: Report) -> list[LinkScore]:
-    """Scores a text between two hosts joined by a link of that rate, such as "1gbit"; `wires` begins with "none".
-
-    Raises:
-        LinkUnavailable: there can be no such link here.
-        ThinwireError: a rank failed.
-        TimeoutError: time was up.
-    """
-    report.stage(f"joining two hosts by a link of {rate}, and starting a rank on each ...")
-    settings = {"text": text.decode("latin-1"), "wires": wires, "told": report.path}
-    found = run_on_two_hosts(f"{__name__}:score_rank", settings, rate=rate, timeout=timeout)
-    return [LinkScore(**score) for score in found[0]]
 
 
 def format_chart(scores: list[LinkScore], block: str) -> str:
@@ -146,15 +125,36 @@ def format_chart(scores: list[LinkScore], block: str) -> str:
     return "\n".join(lines)
 
 
-def show_link_scores(rate: str, scores: list[LinkScore]) -> None:
-    """Prints the chart, and what its columns are."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = timing.parser(__doc__, repeats=None)
+    parser.add_argument("--rate", default="1gbit", help="bits a second each way, such as 100mbit")
+    parser.add_argument("--wires", nargs="+", default=["int8", "int8+h64", "int6+h64", "int4"])
+    parser.add_argument("--text", type=Path, default=HELD_OUT_PATH, help="scored instead of the held-out text")
+    parser.add_argument("--timeout", type=float, default=600.0)
+    options = parser.parse_args(arguments)
+    text = options.text.read_bytes()
+    settings = {"text": text.decode("latin-1"), "wires": list(dict.fromkeys(["none", *options.wires]))}
+    print(f"scoring {len(text):,} bytes on two hosts joined by {options.rate}, in {', '.join(settings['wires'])} ...")
+    try:
+        job = "benchmarks.demo_on_link:score_rank"
+        found, _ = link.run_on_two_hosts(job, settings, rate=options.rate, timeout=options.timeout)
+    except link.LinkUnavailable as reason:
+        print(f"skipped: {reason}")
+        return
+    scores = [LinkScore(**score) for score in found]
     unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     print(format_chart(scores, "█" if unicode else "#"))
     print(
         "\nA round is dispatch and combine of one MoE layer, with quantising and\n"
         f"dequantising. Its ms are the median of {len(scores[0].samples)} rounds on the slower rank; the\n"
-        f"formats took turns. MB are what a rank sends over the link of {rate}/s. Both\n"
-        "hosts are network namespaces of this machine and share its cores; with cores of\n"
-        "their own they gain more over fast links. A row has 256 columns: longer ones\n"
-        "gain more, too, as each carries expert ids, weights and padding besides."
+        "formats took turns. MB are what a rank sends over the link. The hosts share this\n"
+        "machine's cores; with cores of their own they gain more over fast links. A row\n"
+        "has 256 columns: longer ones gain more, too, as each carries ids and weights."
     )
+    if options.json:
+        described = timing.machine(timing.check_device("cpu"))
+        timing.write_json(options.json, machine=described, rate=options.rate, scores=[asdict(s) for s in scores])
+
+
+if __name__ == "__main__":
+    main()

