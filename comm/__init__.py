@@ -10,7 +10,7 @@ from thinwire.comm.exchange import Posted
 from thinwire.comm.launch.bootstrap import Group, as_communicator, communicator_or_default, default_communicator, init
 from thinwire.comm.launch.launchers import RankInfo, discover
 from thinwire.comm.launch.rank_table import RankTable
-from thinwire.comm.layouts.layout import Layout, TensorLayout
+from thinwire.comm.layout import Layout, TensorLayout
 from thinwire.comm.memory.symmetric import SymmetricMemory, allocate
 from thinwire.comm.work import Work
 

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from thinwire.comm.agreement.meeting import gloo_over
 from thinwire.comm.agreement.standby import Standby, join, resolve_quorum
+from thinwire.comm.calls import Attachment
 from thinwire.comm.environment import environment_problem, require_usable
-from thinwire.comm.exact.collectives import Collectives
+from thinwire.comm.exact import Collectives
 from thinwire.comm.exchange import Exchange, PeerExchange, name_ranks
 from thinwire.comm.groups import (
     DEFAULT_TIMEOUT,
@@ -25,6 +26,7 @@ from thinwire.comm.groups import (
     choose_backend,
     endless_in_children,
     group_exists,
+    groups_to_make,
     keeps_order,
     limit_of_group,
     member_group,
@@ -36,7 +38,7 @@ from thinwire.comm.groups import (
 )
 from thinwire.comm.host_collectives import Origin, describe_mismatch
 from thinwire.comm.hosts import describe, host_name, hosts_of
-from thinwire.comm.layouts.layout import Layout, TensorLayout, resolve_groups
+from thinwire.comm.layout import Layout
 from thinwire.comm.recorder import VARIABLE
 from thinwire.comm.tensors import is_seconds
 from thinwire.comm.threads import ThreadExchange, ThreadWorld
@@ -194,7 +196,7 @@ class Communicator(Collectives):
 
     def split(
         self,
-        layout: Layout | TensorLayout | None = None,
+        layout: Layout | None = None,
         axes: str | Sequence[str] | None = None,
         *,
         groups: Sequence[Sequence[int]] | None = None,
@@ -224,7 +226,7 @@ class Communicator(Collectives):
         ...     comm.split(Layout((1, 1), ("dp", "ep")), "ep").size
         1
         """
-        wanted = resolve_groups(self.size, layout, axes, groups)
+        wanted = groups_to_make(self.size, layout, axes, groups)
         origin = Origin(
             "a split of another communicator",
             "as that one's",
@@ -541,3 +543,22 @@ def _checked_timeout(timeout: float | None) -> float:
     if not is_seconds(timeout):
         raise ThinwireError(f"timeout is {timeout!r}, expected a finite number of seconds above 0, at most 1e9")
     return float(timeout)
+
+
+class _SharedSplit(Attachment):
+    """A communicator as an attachment of the one that it was split from."""
+
+    def __init__(self, communicator: Communicator, num_groups: int) -> None:
+        self.communicator, self.num_groups = communicator, num_groups
+
+    def describe(self) -> str:
+        return f"split: {self.num_groups} groups, this rank in one of {self.communicator.size}"
+
+    def close(self) -> None:
+        self.communicator._close_all()
+
+
+def shared_split(comm: Communicator, groups: tuple[tuple[int, ...], ...]) -> Communicator:
+    """As `comm.split`, but only the first call with these groups makes one; closed together with `comm`."""
+    made = comm.attached(f"split {groups}", lambda: _SharedSplit(comm.split(groups=groups), len(groups)))
+    return made.communicator

@@ -8,15 +8,18 @@ from __future__ import annotations
 import ctypes
 import inspect
 import os
+import reprlib
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from thinwire.comm.layout import Layout
 from thinwire.comm.tensors import MOST_SECONDS
-from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError, TransportUnavailable
+from thinwire.errors import ArgumentError, LayoutError, PeerTimeout, ThinwireError, TransportUnavailable
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -210,3 +213,28 @@ def renew_default_group(
     dist.destroy_process_group()
     bound = device if backend == "nccl" else None
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit, device_id=bound)
+
+
+def groups_to_make(
+    size: int,
+    layout: Layout | None,
+    axes: str | Sequence[str] | None,
+    groups: Sequence[Sequence[int]] | None,
+) -> tuple[tuple[int, ...], ...]:
+    """Groups in which each of `size` ranks is once, along axes of a layout or as listed; or LayoutError."""
+    if (groups is None) == (layout is None or axes is None) or (groups is not None and (layout or axes) is not None):
+        raise LayoutError("split takes a layout and axes, or groups: pass one of these")
+    if groups is None:
+        if not isinstance(layout, Layout):
+            raise LayoutError(f"layout is {reprlib.repr(layout)}, expected a Layout, or what one returns when called")
+        if layout.size != size:
+            raise LayoutError(f"{layout} is for {layout.size} ranks, but the communicator has {size}")
+        assert axes is not None
+        return layout.groups(axes)
+    lists = isinstance(groups, Sequence) and all(isinstance(group, Sequence) for group in groups)
+    if not lists or not all(type(rank) is int for group in groups for rank in group):
+        raise LayoutError(f"groups is {reprlib.repr(groups)}, expected lists of ranks, ints from 0 to {size - 1}")
+    found = tuple(tuple(group) for group in groups if len(group))
+    if sorted(rank for group in found for rank in group) != list(range(size)):
+        raise LayoutError(f"the groups {list(map(list, found))} do not hold each of ranks 0 to {size - 1} once")
+    return found

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 import thinwire as tw
-from thinwire.comm.layouts.layout import Layout
-from thinwire.fused.redistribute import plan_redistribute, redistribute
+from thinwire.comm.layout import Layout, plan_redistribute
+from thinwire.fused.redistribute import redistribute
 
 LAYOUT = Layout((2, 2, 2), ("dp", "sp", "mp"))
 X, W, Y = LAYOUT("mp", ("sp", "dp")), LAYOUT(("sp", "dp"), "None"), LAYOUT(("mp", "sp", "dp"), "None")

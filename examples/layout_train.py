@@ -23,7 +23,7 @@ from sklearn.datasets import load_digits
 from torch.nn import functional as F
 
 import thinwire as tw
-from thinwire.comm.layouts.layout import Layout, TensorLayout, as_tensor_layout
+from thinwire.comm.layout import Layout, TensorLayout, as_tensor_layout
 from thinwire.fused.redistribute import redistribute
 
 LAYOUT, TP = Layout((2, 2, 2), ("dp", "sp", "mp")), Layout((8,), ("tp",))

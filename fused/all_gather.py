@@ -117,7 +117,7 @@ def all_gather_v(
     async_op: bool = False,
     grad_wire: str | WireFormat = "none",
 ) -> torch.Tensor | Work[torch.Tensor]:
-    """Quantised in transit: as `all_gather`, each rank with its own number. `Communicator.all_gather_v` is exact.
+    """Quantised in transit: as `all_gather`, each rank with its own number of rows.
 
     Args:
         x: [rows, ...].

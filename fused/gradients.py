@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from thinwire.comm.exact.reductions import Reduction
+from thinwire.comm.exact import Reduction
 from thinwire.compiler import GraphNode
 from thinwire.errors import WireFormatError
 

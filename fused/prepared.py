@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from thinwire.comm import Communicator
-from thinwire.comm.exact.p2p import extent
-from thinwire.comm.exact.reductions import Reduction
+from thinwire.comm.exact import Reduction, extent
 from thinwire.comm.tensors import is_plain, overwrite, require_dense
 from thinwire.comm.work import Work
 from thinwire.errors import ArgumentError, CountsError

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from thinwire.comm import Communicator
-from thinwire.comm.exact.reductions import Reduction
+from thinwire.comm.exact import Reduction
 from thinwire.comm.work import Work
 from thinwire.errors import WireFormatError
 from thinwire.fused.codec import FLOAT_DTYPES, resolve_wire

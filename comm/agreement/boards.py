@@ -8,8 +8,7 @@ reports whom a rank misses the newest.
 Requests come over TCP, and a thread of this process answers them. A *letter* is the same line in a datagram at the same
 port. Nothing needs to run to receive it: it waits in the kernel while the process is stopped, even if its sender has
 ended.
-Anyone who can reach the address may connect, but learns and changes nothing without the name of a board. Idle
-connections are dropped, the oldest first.
+Anyone who can reach the address may connect, but learns and changes nothing without the name of a board.
 """
 
 from __future__ import annotations
@@ -39,11 +38,6 @@ _REQUEST = (str, str, [int])
 _TRIES = 5
 _MOST_BYTES = 1 << 16  # of a request
 _MOST_ANSWER = 1 << 20
-_MOST_CONNECTIONS = 64
-_MOST_NOTES = 1 << 14  # on a board
-_MOST_KEY = 64
-_MOST_PORT = 1 << 16  # a note may hold one
-_MOST_AT_ONCE = 4096  # letters that are read in one turn
 
 
 class Unanswered(Exception):
@@ -74,7 +68,7 @@ class Boards:
     """
 
     def __init__(self, host: str) -> None:
-        self._boards: dict[str, tuple[int, Notes]] = {}  # and how many ranks it has
+        self._boards: dict[str, Notes] = {}
         self._lock = threading.RLock()  # of a thread that a signal handler may interrupt
         self._listener, self._letters = _listen(host)
         self.address = Address(host, self._listener.getsockname()[1], "")
@@ -86,49 +80,42 @@ class Boards:
             self._letters.close()
             raise
 
-    def open(self, name: str, size: int) -> None:
-        """Begins a board, of a communicator of so many ranks, if it has not begun. Requests for others are dropped."""
+    def open(self, name: str) -> None:
+        """Begins a board, if it has not begun. Requests for others are dropped."""
         with self._lock:
-            self._boards.setdefault(name, (size, {}))
+            self._boards.setdefault(name, {})
 
     def pin(self, name: str, key: str = "", note: list[int] | None = None) -> Notes:
         """All notes of a board, after letters were read, and a note pinned if there is a key."""
         with self._lock:
             with contextlib.suppress(BlockingIOError):
-                for _ in range(_MOST_AT_ONCE):
+                while True:
                     letter = self._letters.recv(_MOST_BYTES)
-                    if letter[2:].partition(b'"')[0].decode(errors="replace") not in self._boards:
-                        continue  # reading it whole takes long
                     with contextlib.suppress(ThinwireError, KeyError):
                         self._pin(*decode(letter, _REQUEST, "a letter"))
             return dict(self._pin(name, key, note or []))
 
     def _pin(self, name: str, key: str, note: list[int]) -> Notes:
-        size, notes = self._boards[name]
-        if not key or not _is_note(key, note, size) or len(notes) >= _MOST_NOTES:
-            return notes
+        notes = self._boards[name]
         if key == LOST:
-            note = list(stronger(notes.get(key, note), note))
-        notes[key] = note if key == LOST or key.startswith("missed/") else notes.get(key, note)
+            notes[key] = list(stronger(notes.get(key, note), note))
+        elif key.startswith("missed/"):
+            notes[key] = note
+        elif key:
+            notes.setdefault(key, note)
         return notes
 
     def _serve(self) -> None:
-        connections: dict[socket.socket, bytearray] = {}  # oldest first, and what has come
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
-
-            def drop(connection: socket.socket) -> None:
-                selector.unregister(connection)
-                connection.close()
-                del connections[connection]
-
             while True:
                 for event, _ in selector.select():
                     ready = event.fileobj
                     assert isinstance(ready, socket.socket)
                     if ready is not self._listener:
-                        if ready in connections and not self._answer(ready, connections[ready]):
-                            drop(ready)
+                        if not self._answer(ready, event.data):
+                            selector.unregister(ready)
+                            ready.close()
                         continue
                     try:
                         connection = self._listener.accept()[0]
@@ -137,10 +124,7 @@ class Boards:
                     else:
                         connection.setblocking(False)
                         sockets_of_rank.add(connection)
-                        connections[connection] = bytearray()
-                        selector.register(connection, selectors.EVENT_READ)
-                    while len(connections) > _MOST_CONNECTIONS:
-                        drop(next(iter(connections)))
+                        selector.register(connection, selectors.EVENT_READ, bytearray())  # what has come
 
     def _answer(self, connection: socket.socket, request: bytearray) -> bool:
         """Whether the rest of a request is still to come; else it was answered, or deserves no answer."""
@@ -151,17 +135,17 @@ class Boards:
                 return bool(more) and len(request) < _MOST_BYTES
             notes = self.pin(*decode(bytes(request), _REQUEST, "a request"))
             if work := first_run.work_here():
-                notes[f"{AT_WORK}{work}"[:_MOST_KEY]] = []
+                notes[f"{AT_WORK}{work}"] = []
             connection.sendall(encode(notes, {str: [int]}) + b"\n")
         return False
 
 
-def ask(address: Address, name: str, size: int, key: str = "", note: list[int] | None = None) -> Notes:
+def ask(address: Address, name: str, key: str = "", note: list[int] | None = None) -> Notes:
     """Gives all notes of another process's board, after pinning a note there if there is a key.
 
     Raises:
         Gone, Stopped: the process has ended, or does not answer while its host does.
-        Unanswered: its host does not answer, or the answer is no board of `size` ranks.
+        Unanswered: its host does not answer, or the answer is no board.
     """
     if not address.host:
         raise Unanswered(address.reason)
@@ -189,9 +173,6 @@ def ask(address: Address, name: str, size: int, key: str = "", note: list[int] |
         notes: Notes = decode(bytes(answer), {str: [int]}, "it")
     except ThinwireError as error:
         raise Unanswered(str(error)) from None
-    wrong = [(key, note) for key, note in notes.items() if not _is_note(key, note, size)]
-    if wrong:
-        raise Unanswered(f"it sent {str(wrong[0])[:80]}, expected ranks from 0 to {size - 1}")
     return notes
 
 
@@ -259,11 +240,6 @@ def _listen(host: str) -> tuple[socket.socket, socket.socket]:
 
 def _line(name: str, key: str, note: list[int]) -> bytes:
     return encode((name, key, note), _REQUEST) + b"\n"
-
-
-def _is_note(key: str, note: list[int], size: int) -> bool:
-    limit = _MOST_PORT if key.startswith("port/") else size
-    return len(key) <= _MOST_KEY and len(note) <= size and all(0 <= rank < limit for rank in note)
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import ipaddress
 import os
 import secrets
 import time
@@ -79,11 +78,11 @@ class Standby:
     def __init__(
         self, rank: int, addresses: list[Address], token: str, own: Boards | None, timeout: float, quorum: str = "any"
     ) -> None:
-        self.name = hashlib.sha256(token.encode(errors="surrogatepass")).hexdigest()[:16]
+        self.name = hashlib.sha256(token.encode()).hexdigest()[:16]
         self.rank, self.size = rank, len(addresses)
         self._addresses, self._token, self._own, self._timeout, self._quorum = addresses, token, own, timeout, quorum
         if own is not None:
-            own.open(token, self.size)
+            own.open(token)
         _open[id(self)] = self
         self._missed: set[int] = set()  # by this rank
         self._told: set[int] = set()  # who was lost by verdicts so far
@@ -104,9 +103,8 @@ class Standby:
             address = own.address
         except (OSError, RuntimeError, ValueError, Unanswered) as error:
             address = Address("", 0, str(error)[:_MOST_REASON])
-        told = [Address(*entry) for entry in gather(list(address), (str, int, str))]
-        checked = [_checked(peer, entry) for peer, entry in enumerate(told)]
-        return cls(rank, checked, places[0][1], own, timeout, quorum)
+        addresses = [Address(*entry) for entry in gather(list(address), (str, int, str))]
+        return cls(rank, addresses, places[0][1], own, timeout, quorum)
 
     @property
     def can_agree(self) -> bool:
@@ -314,7 +312,7 @@ class Standby:
             assert self._own is not None
             return self._own.pin(self._token, key, list(note))
         try:
-            notes = boards.ask(self._addresses[rank], self._token, self.size, key, list(note))
+            notes = boards.ask(self._addresses[rank], self._token, key, list(note))
         except Gone:
             self._ended.add(rank)
             raise
@@ -466,16 +464,3 @@ def _facing_address() -> str:
     if is_loopback(host):
         raise Unanswered(f"MASTER_ADDR, {master}, is reached by the loopback interface, and ranks are on other hosts")
     return host
-
-
-def _checked(peer: int, address: Address) -> Address:
-    """A peer's address, which it could have made up."""
-    if address.host:
-        try:
-            ipaddress.ip_address(address.host.partition("%")[0])
-            address.host.encode("idna")  # as `socket` does with all of it, and fails with what is no OSError
-        except ValueError:
-            raise ThinwireError(f"rank {peer} says its standby is at {address.host!r}, no address") from None
-        if not 1 <= address.port <= 65535:
-            raise ThinwireError(f"rank {peer} says its standby is at port {address.port}")
-    return address

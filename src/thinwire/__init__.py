@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from thinwire.comm import Communicator as Communicator
     from thinwire.comm import Work as Work
     from thinwire.comm import init as init
-    from thinwire.comm.layouts.layout import Layout as Layout
+    from thinwire.comm.layout import Layout as Layout
     from thinwire.errors import *  # noqa: F403
     from thinwire.fused.all_gather import all_gather as all_gather
     from thinwire.fused.all_gather import all_gather_v as all_gather_v
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "comm": "Communicator Work init",
-    "comm.layouts.layout": "Layout",
+    "comm.layout": "Layout",
     "errors": "ArgumentError CapacityError CheckpointError ConfigMismatch CountsError LaneError "
     "LayoutError PeerTimeout RankTableError RoutingError ThinwireError TransportUnavailable WireFormatError",
     "fused.all_gather": "all_gather all_gather_v",

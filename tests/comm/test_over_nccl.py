@@ -28,8 +28,12 @@ def results(comm):
     weights = torch.rand(6, 2, generator=generator)
     with comm.split(groups=[list(range(comm.size))]) as again:
         assert again.all_gather_object({"rank": comm.rank}) == [{"rank": rank} for rank in range(comm.size)]
-    exact = torch.full((3,), comm.rank + 1.0)
+    exact, large, part = torch.full((3,), comm.rank + 1.0), torch.randn(40_000, generator=generator), torch.zeros(2, 64)
     comm.all_reduce(exact)
+    comm.all_reduce(large)  # in two steps
+    comm.reduce(x, 1)
+    comm.reduce_scatter(part, x.split(2))
+    comm.broadcast(weights, 2)
     gathered = [torch.empty_like(ids) for _ in range(comm.size)]
     comm.all_gather(gathered, ids)
     received = tw.all_to_all_v(x, [comm.rank, 2, 4 - comm.rank], comm=comm, transport="staged")
@@ -37,7 +41,7 @@ def results(comm):
     with tw.ExpertParallel(comm, 4, 2, 64, 8, transport="staged") as ep:
         dispatched = ep.dispatch(x, ids, weights)
         combined = ep.combine(dispatched.tokens * 2, dispatched)
-    return [exact, *gathered, received, reduced, combined]
+    return [exact, large, x, part, weights, *gathered, received, reduced, combined]
 
 
 def both(comm):

@@ -150,7 +150,9 @@ def give_up_in_turn(comm: Communicator) -> None:
     wait_for("rank 0 is stopped")
     time.sleep(0.3 * comm.rank)  # so rank 1 is the first to give up, and then rank 2 has lost the connection to it
     with pytest.raises(PeerTimeout) as caught:
-        short.recv(torch.zeros(4), src=comm.rank - 1)
+        peers = range(comm.size)
+        receives = [torch.zeros(4, dtype=torch.uint8) if peer == comm.rank - 1 else None for peer in peers]
+        short.post([None] * comm.size, receives).wait()
     with pytest.raises(PeerTimeout) as again:
         short.barrier()
     assert caught.value.ranks == again.value.ranks

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm import Communicator
+from thinwire.comm.communicator import shared_split
 from thinwire.comm.groups import keeps_order
-from thinwire.comm.layouts.layout import Layout
+from thinwire.comm.layout import Layout
 from thinwire.errors import (
     ArgumentError,
     ConfigMismatch,
@@ -28,7 +29,6 @@ from thinwire.errors import (
     ThinwireError,
     TransportUnavailable,
 )
-from thinwire.fused.redistribute import shared_split
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import RankError, run_ranks
 
@@ -122,8 +122,8 @@ def test_expert_parallelism_takes_its_group_from_layout_axes(mode: str) -> None:
 
 def refuse(comm: Communicator) -> None:
     refused = {
-        "needs a layout and axes, or groups": {},
-        "not both": {"layout": SQUARE, "axes": "ep", "groups": [[0, 1, 2, 3]]},
+        "takes a layout and axes, or groups": {},
+        "pass one of these": {"layout": SQUARE, "axes": "ep", "groups": [[0, 1, 2, 3]]},
         "for 8 ranks, but the communicator has 4": {"layout": CUBE, "axes": "mp"},
         "'tp' is no axis": {"layout": SQUARE, "axes": "tp"},
         "do not hold each of ranks 0 to 3 once": {"groups": [[0, 1], [2]]},

@@ -80,26 +80,8 @@ def test_ranks_of_several_hosts_use_the_address_that_faces_the_master(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("peer", "told"),
-    [
-        (["example.com", 80, ""], "rank 1 says its standby is at 'example.com', no address"),
-        (["fe80::1%" + "x" * 64, 80, ""], "no address"),
-        (["fe80::1%a..b", 80, ""], "no address"),
-        (["::1%\ud800", 80, ""], "no address"),
-        (["127.0.0.1", 0, ""], "rank 1 says its standby is at port 0"),
-        (["127.0.0.1", 65536, ""], "at port 65536"),
-        (["127.0.0.1", "80", ""], "rank 1 sent"),
-        ("127.0.0.1:80", "rank 1 sent"),
-    ],
-)
-def test_addresses_that_are_none_are_refused(peer: Any, told: str) -> None:
-    with pytest.raises(ThinwireError, match=told):
-        Standby.open(0, gathers([[HERE, "x"], peer]), 1.0)
-
-
-@pytest.mark.parametrize(
     "nonsense",
-    [b'{"missed/1":[2]}', b'{"lost":[-1]}', b'{"lost":[true]}', b"[]", b"not JSON", b"[" * 9999, b'{"lost":1e9}'],
+    [b"[]", b"not JSON", b'{"lost":1e9}'],
 )
 def test_nonsense_on_a_board_names_nobody(nonsense: bytes) -> None:
     """Who sends it has not answered, and where no other answers this rank may be alone."""
@@ -391,7 +373,7 @@ STOPPED = """
 import sys
 from thinwire.comm.agreement.boards import Boards
 boards = Boards("127.0.0.1")
-boards.open("token", 3)
+boards.open("token")
 print(boards.address.port, flush=True)
 sys.stdin.read()
 """

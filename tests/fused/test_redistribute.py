@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from tests.helpers.speeds import exhaustive_but
 from thinwire.comm import Communicator
-from thinwire.comm.layouts.layout import Layout, TensorLayout, as_tensor_layout
+from thinwire.comm.layout import Layout, TensorLayout, as_tensor_layout, plan_redistribute
 from thinwire.errors import CountsError, LayoutError, WireFormatError
-from thinwire.fused.redistribute import plan_redistribute, redistribute
+from thinwire.fused.redistribute import redistribute
 from thinwire.testing import run_ranks
 
 CUBE = Layout((2, 2, 2), ("dp", "sp", "mp"))
@@ -39,7 +39,7 @@ def random_layout(rng: random.Random, size: int, dims: int) -> TensorLayout:
     homes: list[list[str]] = [[] for _ in range(dims + 2)]  # the dimensions, partial, repeated
     for name in rng.sample(names, len(names)):
         rng.choice(homes).append(name)
-    return TensorLayout(Layout(matrix, names), tuple(map(tuple, homes[:dims])), tuple(homes[dims]))
+    return TensorLayout(matrix, names, tuple(map(tuple, homes[:dims])), tuple(homes[dims]))
 
 
 def random_case(seed: int, size: int) -> tuple[TensorLayout, TensorLayout, tuple[int, ...]]:
@@ -59,11 +59,9 @@ def distribute(full: np.ndarray, layout: TensorLayout, seed: int) -> list[np.nda
         part = full[layout.slices(full.shape, group[0])]
         summands = [rng.integers(-50, 50, part.shape).astype(full.dtype) for _ in group[1:]]
         held |= dict(zip(group, [part - sum(summands), *summands], strict=True))
-    if layout.partial_axes:  # ranks that repeat a summand repeat the same one
-        for rank in held:
-            place = layout.coordinates(rank)
-            used = {axis for axes in (*layout.dims, layout.partial_axes) for axis in axes}
-            held[rank] = held[layout.layout.rank_at({axis: at if axis in used else 0 for axis, at in place.items()})]
+    used = {axis for axes in (*layout.dims, layout.partial_axes) for axis in axes}
+    for first, *others in layout.groups([axis for axis in layout.name if axis not in used]):
+        held |= dict.fromkeys(others, held[first])  # ranks that repeat a summand repeat the same one
     return [held[rank] for rank in range(layout.size)]
 
 

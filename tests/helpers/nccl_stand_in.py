@@ -89,21 +89,6 @@ class NcclStandIn(dist.ProcessGroup):
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> _Work:
         return self._queue(self._gloo.recv, tensors, peer, _TAG)
 
-    def broadcast(self, *arguments: object) -> _Work:
-        return self._queue(self._gloo.broadcast, *arguments)
-
-    def allreduce(self, *arguments: object) -> _Work:
-        return self._queue(self._gloo.allreduce, *arguments)
-
-    def allgather(self, *arguments: object) -> _Work:
-        return self._queue(self._gloo.allgather, *arguments)
-
-    def reduce(self, *arguments: object) -> _Work:
-        return self._queue(self._gloo.reduce, *arguments)
-
-    def reduce_scatter(self, *arguments: object) -> _Work:
-        return self._queue(self._gloo.reduce_scatter, *arguments)
-
 
 @contextlib.contextmanager
 def over_nccl(limit: timedelta, timeout: float | None = None) -> Iterator[Communicator]:

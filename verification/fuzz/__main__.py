@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing, with atheris, of all parsers of foreign bytes or text.
+"""Coverage-guided fuzzing, with atheris, of all parsers of foreign files or text.
 
     python -m verification.fuzz [TARGET ...] --seconds 600 --add --json FILE
 

@@ -1,6 +1,6 @@
-"""What is done with an input in each fuzz target: everything of thinwire that reads bytes or text of others.
+"""What is done with an input in each fuzz target: everything of thinwire that reads files or text of others.
 
-A target is called with bytes, which hold what such a peer, file or environment could: it returns whether thinwire took
+A target is called with bytes, which hold what such a file or environment could: it returns whether thinwire took
 them, and then all that is promised of the result was found to hold. False says that they were refused, with the class
 of error that the documentation names. Anything else that is raised is a defect.
 """
@@ -9,27 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
-import socket
 import struct
-import threading
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 from tests.helpers.guarded import guarded, guarded_copy
 from tests.helpers.wires import DTYPES, WIRES, assert_same_bits
-from thinwire.comm.agreement import boards, meeting, standby
+from thinwire.comm.hosts import is_loopback
 from thinwire.comm.launch.launchers import discover
 from thinwire.comm.launch.rank_table import RankTable
 from thinwire.errors import ArgumentError, RankTableError, ThinwireError, WireFormatError
-from thinwire.fields import OneOf, decode, encode
 from thinwire.flight import FORMAT, VERSION, parse_flight, read_flight
 from thinwire.fused.codec import WireRows, dequantize
 from thinwire.tools.commands.inspect import report
@@ -40,19 +33,6 @@ from verification.fuzz.change import Change, json_behind, json_in_lines, words_i
 
 __all__ = ["TARGETS", "Target"]
 
-#: Shapes of messages that ranks send each other.
-SHAPES: tuple[Any, ...] = (
-    str,
-    (str, int, str),
-    [OneOf(int, None)],
-    [[float]],
-    {str: str | None},
-    [int],
-    (str, str | None, [int]),
-    {str: {str: OneOf(int, None, {str: [float]})}},
-    OneOf((str, str), (None,)),
-    bool,
-)
 _TWO_RANKS = {
     "server_list": [
         {"server_id": "node7", "device": [{"device_id": "0", "rank_id": "1"}, {"device_id": 4, "rank_id": 0}]}
@@ -137,80 +117,6 @@ def records(data: bytes) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What ranks tell each other
-
-
-def message(data: bytes) -> bool:
-    """The first byte chooses the shape."""
-    shape = SHAPES[data[0] % len(SHAPES)] if data else str
-    try:
-        value = decode(data[1:], shape, "rank 3")
-    except ThinwireError as error:
-        assert len(str(error)) < 1000, "an error that fills the screen"
-        return False
-    with contextlib.suppress(ThinwireError):  # non-ASCII text is longer when it is sent
-        assert decode(encode(value, shape), shape, "rank 3") == value
-    return True
-
-
-def standby_boards(data: bytes) -> bool:
-    """A line of a peer's address, and one each of what a peer answers, and pins on this rank's board.
-
-    Nobody is connected to: whether there is anybody at an address does not depend on how it is read.
-    """
-    address, answer, *requests = (data.split(b"\n") + [b""] * 2)[:9]
-    own = boards.Boards.__new__(boards.Boards)
-    own._boards, own._lock, own._letters = {}, threading.Lock(), mock.Mock()
-    own._letters.recv.side_effect = itertools.chain(requests, itertools.repeat(BlockingIOError()))
-    here = boards.Address("127.0.0.1", 1, "")
-    rank_0 = standby.Standby(0, [here, here], "token", own, 0.0)
-    connection = mock.MagicMock()
-    connection.recv.side_effect = itertools.cycle([answer + b"\n", b""])
-    taken = bool(own.pin("token"))
-    with (
-        mock.patch.object(boards.socket, "create_connection", return_value=connection),
-        mock.patch.object(standby.ReportTime, "is_over", return_value=True),
-        mock.patch.object(boards, "leave"),
-    ):
-        verdict = rank_0.agree([1])
-        assert {*verdict.ranks} <= {0, 1} and verdict.remark
-        with contextlib.suppress(ThinwireError):
-            assert rank_0.meet([], 0.0).members in ([0], [0, 1])
-        with contextlib.suppress(boards.Unanswered):
-            taken |= bool(boards.ask(here, "token", 2))
-    with contextlib.suppress(ThinwireError):
-        told = decode(address, (str, int, str), "rank 1")
-        found = standby._checked(1, boards.Address(*told))
-        if found.host:
-            with contextlib.suppress(OSError):  # which is borne
-                socket.getaddrinfo(found.host, found.port, flags=socket.AI_NUMERICHOST)
-        taken = True
-    return taken
-
-
-def meeting_store(data: bytes) -> bool:
-    """What is found in the store where ranks meet, by rank 0 as a peer's request, and by a peer as rank 0's answer."""
-    for rank, key in ((0, "request 1"), (1, "world for name"), (1, "addresses of name")):
-        store, text = dist.HashStore(), data.decode(errors="replace")
-        if rank:
-            store.set("world for name", "name")
-        for name in ("name", text):
-            store.set(f"addresses of {name}", "")
-        store.set(key, data)  # type: ignore[arg-type]
-        with mock.patch.object(meeting.secrets, "token_hex", lambda _: "name"):
-            try:
-                met = meeting.meet(store, rank, 2, timedelta(seconds=0.1)).store
-            except meeting.Unmet:  # rank 0, of an empty request
-                assert rank == 0
-                continue
-        met.set("key", "value")
-        assert met.get("key") == b"value"
-        if rank == 0:
-            assert store.get(f"world for {text.partition(' ')[0]}") == b"name"
-    return True
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Environment and files
 
 
@@ -225,7 +131,7 @@ def launcher(data: bytes) -> bool:
     assert 0 <= info.rank < info.size and (info.local_rank is None or info.local_rank >= 0) and info.source
     assert (info.address is None) == (info.size == 1)
     if info.address is not None:
-        meeting.is_loopback(info.address[0])
+        is_loopback(info.address[0])
         assert info.address[0] and 1 <= info.address[1] <= 65535
     return True
 
@@ -270,9 +176,6 @@ def flight(data: bytes) -> bool:
 TARGETS: dict[str, Target] = {
     "wire_string": Target(wire_string, None),
     "records": Target(records, None),
-    "message": Target(message, json_behind(1)),
-    "standby_boards": Target(standby_boards, json_in_lines),
-    "meeting_store": Target(meeting_store, None),
     "launcher": Target(launcher, words_in_lines),
     "rank_table": Target(rank_table, json_behind(0)),
     "flight": Target(flight, json_in_lines),

@@ -1,1 +1,0 @@
-"""Collectives that move values as they are, with torch.distributed's conventions."""

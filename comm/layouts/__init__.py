@@ -1,1 +1,0 @@
-"""Where the parts of a tensor lie, and how it gets from one layout to another."""
