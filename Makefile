@@ -106,7 +106,6 @@ bench: $(VENV)/ready
 	$(RUN) -m benchmarks.bench_on_link all_reduce -b 32M -e 32M
 	$(RUN) -m benchmarks.bench_wait
 	$(RUN) -m benchmarks.bench_small
-	$(RUN) -m benchmarks.bench_threads
 	$(RUN) -m benchmarks.bench_result_memory
 
 # The site, in build/site; a broken link fails it.

@@ -20,7 +20,7 @@ from typing import Any
 from torch.autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 
-from thinwire.comm.recorder import DETAILS, END, FAILURE, INSIDE, NAME, STATE, TRANSPORT, Entry, FlightRecorder
+from thinwire.comm.recorder import DETAILS, END, INSIDE, NAME, STATE, TRANSPORT, Entry, FlightRecorder
 from thinwire.errors import ThinwireError
 from thinwire.flight import DONE, POSTED, RING, UNDER_WAY
 
@@ -33,6 +33,7 @@ class Recorder(FlightRecorder):
 
     current: Entry | None = None  # of the call that is being made, in which others may be made
     end: Callable[[], Callable[[BaseException], None] | None] | None = None  # a weak reference: ends the communicator
+    ended: str | None = None  # why no calls are made here any more: in a forked process, or after an interrupt
     _number = 0
 
     def __init__(self, rank: int, size: int, origin: str, backend: str, timeout: float, writes: bool = True) -> None:
@@ -46,8 +47,10 @@ class Recorder(FlightRecorder):
         Two threads' calls would meet the peers' in any order, so the second one is refused before it has sent anything.
 
         Raises:
-            ThinwireError: another thread's call is under way.
+            ThinwireError: another thread's call is under way; or the communicator has ended at this rank.
         """
+        if self.ended is not None:
+            raise ThinwireError(self.ended)
         if not self._turn.acquire(blocking=False):
             entry = self.current
             name = "a call" if entry is None else entry[NAME]
@@ -75,9 +78,10 @@ class Recorder(FlightRecorder):
         return record_function(f"thinwire {name}") if _profiler_enabled() else _NO_RANGE
 
     def ended_by(self, error: BaseException) -> None:
-        """Ends the communicator, if what ended a call comes from outside: peers may have made that call.
+        """Ends the communicator, if what ended a call comes from outside, such as a signal handler's exception.
 
-        To make it again would be the next call there, and the ranks would be a call apart from then on.
+        Peers may have made that call. To make it again would be the next one there, and the ranks would be a call apart
+        from then on. May be called again.
         """
         end = None if self.end is None or isinstance(error, ThinwireError) else self.end()
         if end is not None:
@@ -177,7 +181,7 @@ class PendingCall:
 
     def __init__(self, recorder: Recorder, entry: Entry) -> None:
         self._recorder, self._entry = recorder, entry
-        self.take_turn, self.end_turn = recorder.take_turn, recorder.end_turn
+        self.take_turn, self.end_turn, self.ended_by = recorder.take_turn, recorder.end_turn, recorder.ended_by
         self._outer: tuple[Entry | None, list[Any]] = None, []
 
     def __enter__(self) -> None:
@@ -187,13 +191,17 @@ class PendingCall:
         self._outer = recorder.current, recorder._ranges  # another call on the communicator may be what waits
         recorder.current, recorder._ranges = self._entry, ranges
         self._entry[STATE] = UNDER_WAY
-        self._entry[FAILURE] = None  # of a wait that was interrupted, and is gone on with
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._recorder._leave(error)  # who waits again goes on with this call
-        self._recorder.current, self._recorder._ranges = self._outer
+        recorder = self._recorder
+        try:
+            recorder._leave(error)
+        finally:
+            recorder.current, recorder._ranges = self._outer
+            if error is not None:
+                recorder.ended_by(error)
 
     def end(self, error: BaseException) -> None:
         """The call ended without being waited for."""

@@ -5,8 +5,8 @@
         return comm.deliver(call, finish, x.device, async_op)
 
 An operation begins its call after all checks that this rank alone can fail, and before anything is sent. The call first
-finishes pending work of earlier calls. It records itself, and ends the communicator if an
-exception from outside ends it.
+finishes pending work of earlier calls, and records itself. An exception from outside in any of this ends the
+communicator at this rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from thinwire.comm.call import Call, Recorder
 from thinwire.comm.resources.result_memory import ResultMemory
 from thinwire.comm.tensors import is_int
 from thinwire.comm.work import Work
-from thinwire.errors import ArgumentError, ThinwireError
+from thinwire.errors import ArgumentError
 
 _T = TypeVar("_T")
 
@@ -37,17 +37,11 @@ class Attachment:
     """An object kept with a communicator: it has a line for `explain`, and an end.
 
     `settle` finishes pending calls before anything else travels. Otherwise a rank could wait here for a peer that waits
-    for the rest of this rank's rows. A pending call's errors surface in its own wait. `settle` raises only exceptions
-    from outside, such as a signal handler's, and can then be called again.
+    for the rest of this rank's rows. A pending call's errors surface in its own wait.
     """
 
     outlives_shrink = False  # whether it moves to what `shrink` makes of the communicator
     under_way: object = None  # a pending call, which `settle` ends
-
-    @property
-    def tensor_bytes(self) -> int:
-        """Bytes that it holds for tensors given to callers."""
-        return 0
 
     def describe(self) -> str:
         raise NotImplementedError
@@ -56,7 +50,7 @@ class Attachment:
         return
 
     def leave_to_parent(self) -> None:
-        """In a process that was just forked: `close` and what is under way touch nothing that the parent uses."""
+        """In a process that was just forked: nobody calls it there any more."""
         return
 
     def close(self) -> None:
@@ -72,7 +66,6 @@ class Calls:
     recorder: Recorder  # for what is no call, or outlives it
     _attachments: dict[str, Attachment]
     _unfinished: list[Work[None]]  # collectives with steps that are still to be posted
-    _ended: str | None = None  # why it is of no use here any more, in a forked process or after an interrupt
 
     @contextlib.contextmanager
     def programs(self, number: int | None) -> Iterator[None]:
@@ -120,14 +113,11 @@ class Calls:
         return Work((), finish, device, call.posted()) if async_op else finish()
 
     def settle(self) -> None:
-        """Ends what is under way of earlier calls, as peers may wait for it. What interrupts that leaves no entry.
+        """Ends what is under way of earlier calls, as peers may wait for it.
 
         Raises:
-            ThinwireError: it has ended at this rank, in a child or by an interrupt; direct rounds ask no more of it. Or
-                another thread is in a call.
+            ThinwireError: it has ended at this rank, in a child or by an interrupt. Or another thread is in a call.
         """
-        if self._ended is not None:
-            raise ThinwireError(self._ended)
         self.recorder.take_turn()
         try:
             if self._unfinished:
@@ -135,10 +125,13 @@ class Calls:
             for attachment in self._attachments.values():
                 if attachment.under_way is not None:
                     attachment.settle()
+        except BaseException as error:
+            self.recorder.ended_by(error)
+            raise
         finally:
             self.recorder.end_turn()
 
     def _settle_collectives(self) -> None:
         while self._unfinished:
             self._unfinished[0].settle()
-            del self._unfinished[0]  # not before: after an exception from outside the next call goes on with it
+            del self._unfinished[0]  # not before: `close` in another thread ends it

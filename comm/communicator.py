@@ -235,14 +235,9 @@ class Communicator(Collectives):
         )
         with self.call("split", details=("groups", len(wanted))):
             self.require_same("split", {"groups": repr(wanted)})
-            try:
-                made = self._derive(wanted, self.settings, origin)
-                self._exchange_rows(torch.zeros(self.size, 1, dtype=torch.uint8, device="cpu"), "split")
-                return made  # nobody leaves, and takes the store along, before all groups are made
-            except Exception as error:  # torch's, of a group that a signal handler's close() has ended meanwhile
-                if not self.closed or isinstance(error, ThinwireError):
-                    raise
-                raise ThinwireError("this communicator was closed while it was split") from error
+            made = self._derive(wanted, self.settings, origin)
+            self._exchange_rows(torch.zeros(self.size, 1, dtype=torch.uint8, device="cpu"), "split")
+            return made  # nobody leaves, and takes the store along, before all groups are made
 
     @property
     def settings(self) -> Settings:
@@ -489,8 +484,9 @@ class Communicator(Collectives):
     def close(self) -> None:
         """Ends use of the communicator; destroys the process group if `init` made it. May be called again.
 
-        A signal handler or another thread may call it while a direct collective of a CPU rank waits. That collective
-        then raises ThinwireError, and peers that still need this rank for it get at once a PeerTimeout that names it.
+        A signal handler or another thread may call it while a call of a CPU rank waits. That call then raises
+        ThinwireError, and peers that still need this rank for it get a PeerTimeout that names it, of direct ones at
+        once.
 
         An exception from outside that ends a call, such as a KeyboardInterrupt, also closes the communicator: peers may
             have made that call already, and would take a second try for the next call. Over Gloo the wait cannot be

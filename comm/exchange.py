@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.comm.call import Recorder
 from thinwire.comm.waiting import Waiter, Waiting, first_line, is_timeout
 from thinwire.errors import PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.first_run import Deadline
@@ -70,9 +71,8 @@ class Posted:
         # Of process groups: (peer, work), on NCCL one work for all, whose rank means nothing. Of threads: transfers.
         self._works: list[Any] = []
         self._lost: dict[int, RuntimeError] = {}  # peers whose connection broke, and how that was reported
-        self._dropped = False  # the communicator was closed before anyone waited
+        self._dropped = False  # the communicator was closed before the end of it
         self._waiting: Waiting | None = None
-        self._deadline: Deadline | None = None  # of that
         self._awaited = -1  # the peer whose work is waited for
 
     def wait(self) -> None:
@@ -82,12 +82,25 @@ class Posted:
 
         Raises:
             PeerTimeout: a peer did not do its part within the communicator's timeout, or its connection was lost.
+            ThinwireError: another thread is in a call on the communicator; or it was closed, or has ended at this rank,
+                as by an exception from outside in this wait.
         """
-        self._exchange.complete(self)
+        self._end(block_host=False)
 
     def wait_on_host(self) -> None:
         """As `wait`, and blocks the host on CUDA too, for at most the communicator's timeout."""
-        self._exchange.complete(self, block_host=True)
+        self._end(block_host=True)
+
+    def _end(self, block_host: bool) -> None:
+        recorder = self._exchange.recorder
+        recorder.take_turn()
+        try:
+            self._exchange.complete(self, block_host=block_host)
+        except BaseException as error:
+            recorder.ended_by(error)
+            raise
+        finally:
+            recorder.end_turn()
 
 
 class Dependent(Protocol):
@@ -108,6 +121,7 @@ class Exchange(ABC):
         device_types: whose memory it moves.
     """
 
+    recorder: Recorder  # the communicator's
     #: Gives those of some ranks whose processes have ended, as far as can be seen, and any that all agree are lost.
     find_ended: Callable[[Iterable[int]], list[int]] = staticmethod(lambda ranks: [])
 
@@ -160,10 +174,6 @@ class Exchange(ABC):
     def close(self) -> None:
         """Lets go of what nobody waited for; a wait over Gloo that an exception has ended holds its buffers longer."""
 
-    def leave_to_parent(self) -> None:
-        """In a process that was just forked: no wait that was begun goes on here."""
-        return
-
     def _check_buffers(self, name: str, buffers: Buffers) -> None:
         if len(buffers) != self.size:
             raise ThinwireError(f"{name} has {len(buffers)} entries, expected one for each of the {self.size} ranks")
@@ -199,13 +209,12 @@ class PeerExchange(Exchange):
         super().__init__(group.rank(), group.size(), timeout, backend, device_types)
         self._group: dist.ProcessGroup | None = group
         self._outstanding: dict[Posted, None] = {}
-        self._waited: dict[Posted, None] = {}  # of these, in the order in which waits for them began
         self._waiter = Waiter()
         self.failure: PeerTimeout | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group; ThinwireError when a signal handler has closed this in the middle of a call."""
+        """The process group; ThinwireError when another thread or a signal handler has closed this meanwhile."""
         if self._group is None:
             raise ThinwireError("this communicator was closed while an exchange began")
         return self._group
@@ -280,50 +289,35 @@ class PeerExchange(Exchange):
             self._complete_batch(posted, block_host)
         else:
             self._complete_each(posted)
-        if posted._dropped:  # by a signal handler or another thread
+        if posted._dropped:  # by another thread or a signal handler
             raise ThinwireError("the communicator was closed while this exchange was under way")
-        self._waited.pop(posted, None)
         self._outstanding.pop(posted, None)
         posted._buffers, posted._works, posted._waiting = (), [], None
 
     def _complete_each(self, posted: Posted) -> None:
-        if posted._waiting is None:
-            self._waited[posted] = None
-            posted._deadline = Deadline(self.timeout)
-            posted._waiting = Waiting(functools.partial(self._wait_each, posted))
-        assert posted._deadline is not None
-        if not (self._outcome(posted) or posted._lost):
-            return
-        # An earlier wait that was interrupted may have timed out since, and closed all connections. Whom this one lost
-        # by that is not to blame.
-        for failed in self._waited:
-            if failed._waiting is None or not failed._waiting.done:
-                continue
-            silent = self._outcome(failed)
-            if failed._lost:
-                self._expire()  # peers may wait for this rank's part of a call, which does not come
-                raise self._fail(
-                    f"lost the connection to {name_ranks(failed._lost)}, which ended or gave up waiting",
-                    failed._lost,
-                    failed._lost,
-                )
-            if silent:
-                raise self._fail(
-                    f"no answer from {name_ranks(silent)} within {self.timeout:g} s: stuck, gone, or expecting another "
-                    "number of bytes",
-                    silent,
-                    silent,
-                    ADVICE,
-                )
-
-    def _outcome(self, posted: Posted) -> dict[int, RuntimeError]:
-        assert posted._waiting is not None and posted._deadline is not None
-
-        def unended() -> dict[int, RuntimeError]:
-            return {posted._awaited: RuntimeError("its connection is closed, of which Gloo's wait has taken no notice")}
-
-        found: dict[int, RuntimeError] = posted._waiting.result(self._waiter, posted._deadline, self._expire, unended)
-        return found
+        posted._waiting = Waiting(functools.partial(self._wait_each, posted), Deadline(self.timeout), self._expire)
+        silent = posted._waiting.result(self._waiter)
+        if posted._dropped:
+            return  # which has ended the wait
+        if silent is None:
+            silent = {
+                posted._awaited: RuntimeError("its connection is closed, of which Gloo's wait has taken no notice")
+            }
+        if posted._lost:
+            self._expire()  # peers may wait for this rank's part of a call, which does not come
+            raise self._fail(
+                f"lost the connection to {name_ranks(posted._lost)}, which ended or gave up waiting",
+                posted._lost,
+                posted._lost,
+            )
+        if silent:
+            raise self._fail(
+                f"no answer from {name_ranks(silent)} within {self.timeout:g} s: stuck, gone, or expecting another "
+                "number of bytes",
+                silent,
+                silent,
+                ADVICE,
+            )
 
     def _expire(self) -> None:
         if self._group is not None:  # else this was closed meanwhile, which has seen to it
@@ -392,18 +386,12 @@ class PeerExchange(Exchange):
     def lost(self) -> Iterable[int]:
         return () if self.failure is None else self.failure.ranks
 
-    def leave_to_parent(self) -> None:
-        for posted in self._outstanding:
-            posted._dropped = True  # Gloo's threads stayed there; so its works are not let go of, which would wait
-
     def close(self) -> None:
         for posted in self._outstanding:
             posted._dropped = True
             if posted._waiting is not None and not posted._waiting.done:  # an exception has ended the call only
-                assert posted._deadline is not None
-                posted._waiting.end_later(posted._deadline, functools.partial(_expire, self.group))
+                posted._waiting.end_later(functools.partial(_expire, self.group))
             posted._buffers, posted._works, posted._waiting = (), [], None
-        self._waited.clear()
         self._outstanding.clear()
         self._waiter.close()
         self._group = None  # where torch.distributed does not know it, its connections end with it

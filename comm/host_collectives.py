@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import reprlib
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class HostCollectives(Calls, ABC):
     """What a `Communicator` keeps, and those of its collectives that block the host."""
 
     hosts: Hosts
+    forked = False  # whether it is of the process from which this one was forked
 
     def _set_up(
         self,
@@ -84,9 +86,11 @@ class HostCollectives(Calls, ABC):
             exchange.rank, exchange.size, origin.ranks, exchange.backend, exchange.timeout,
             writes=recorded and not is_off(),
         )  # fmt: skip
+        exchange.recorder = self.recorder
         self._attachments, self._unfinished, self.prepared = {}, [], {}
         self.result_memory = ResultMemory(_ranks_in_all(exchange))  # the ranks of other groups may share this host, too
         self._handle = register(self)
+        _communicators.add(self)
 
     @cached_property
     def cpu_share(self) -> CpuShare:
@@ -147,14 +151,14 @@ class HostCollectives(Calls, ABC):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that this rank keeps for large results on the CPU, in use or not, and for tensors of `thinwire.empty`.
+        """Bytes that this rank keeps for large results on the CPU, in use or not.
 
         The memory of a result without references is reused for a later result of about its size. It never exceeds twice
         the most that results took at once, in whole huge pages, nor this rank's part of a quarter of the memory that
         was available when the first result was made. The least recently used is freed first. `close` frees it, and so
         does `close` of an ExpertParallel on this communicator; a result that is still in use keeps its own.
         """
-        return self.result_memory.num_bytes + sum(one.tensor_bytes for one in list(self._attachments.values()))
+        return self.result_memory.num_bytes
 
     def check_device(self, name: str, tensor: Tensor) -> None:
         """Refuses a tensor on another kind of device than this communicator's; device numbers are not compared.
@@ -387,26 +391,13 @@ class HostCollectives(Calls, ABC):
             "or call thinwire.init() in each process; split() and init(domain=...) give others over the same ranks"
         )
 
-    def leave_to_parent(self) -> None:
-        """In a process that was just forked: it is closed here, without a word to anybody."""
-        if self._ended is None:  # of one that is closed, too: rounds of an ExpertParallel may go on after that
-            self._ended = (
-                f"this communicator is of process {os.getppid()}, from which this one, {os.getpid()}, was forked: only "
-                "that one can use it"
-            )
-        if not self._closed:
-            self._closed = True
-            self._exchange.leave_to_parent()
-            for attachment in self._attachments.values():
-                attachment.leave_to_parent()
-
     def end_by(self, error: BaseException) -> None:
         """Closes it, as an exception from outside has ended a call of which peers may know.
 
         To them this rank has left in the middle of a call, as if `close` had been called there.
         """
-        if self._ended is None:
-            self._ended = (
+        if self.recorder.ended is None:
+            self.recorder.ended = (
                 f"this communicator has ended at this rank, as {type(error).__name__} came in the middle of a call: "
                 "close it, and call thinwire.init() again on all ranks, or wrap another group"
             )
@@ -417,8 +408,8 @@ class HostCollectives(Calls, ABC):
 
     def require_open(self) -> None:
         """Raises ThinwireError where it is closed, or has ended at this rank."""
-        if self._ended is not None:
-            raise ThinwireError(self._ended)
+        if self.recorder.ended is not None:
+            raise ThinwireError(self.recorder.ended)
         if self.closed:
             raise ThinwireError("this communicator is closed: call thinwire.init() again, or wrap another group")
 
@@ -442,6 +433,25 @@ class HostCollectives(Calls, ABC):
             [None if peer == self.rank else row for peer, row in enumerate(rows)] for rows in (outgoing, incoming)
         )
         self.post(sends, receives, label).wait_on_host()
+
+
+_communicators: weakref.WeakSet[HostCollectives] = weakref.WeakSet()  # of this process
+
+
+def _leave_to_parent() -> None:
+    """In a process that was just forked no call on them begins, or goes on, and `close` says nothing to peers."""
+    for comm in list(_communicators):
+        comm.forked = comm._closed = True
+        comm.recorder.ended = comm.recorder.ended or (
+            f"this communicator is of process {os.getppid()}, from which this one, {os.getpid()}, was forked: only "
+            "that one can use it"
+        )
+        for attachment in comm._attachments.values():
+            attachment.leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _unpickled(rank: int, message: bytes) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 import weakref
@@ -60,31 +59,29 @@ def call_within(seconds: float, call: Callable[[], _T], look: Callable[[], None]
 
 
 class Waiting:
-    """A call that waits, made once, in a thread of its own; it can be gone on with after an exception.
+    """A call that waits, made in a thread of its own.
+
+    While Gloo waits, it holds the thread, and Python runs signal handlers in the main thread only. Gloo's receives can
+    be neither polled nor waited for in short turns.
+
+    Args:
+        expire: is called at the deadline, and ends the call.
 
     Attributes:
         done: whether the call has returned or raised.
-
-    While Gloo waits, it holds the thread, and Python runs signal handlers in the main thread only. Gloo's receives can
-    be neither polled nor waited for in short turns, and a wait that was begun takes what it waits for, so whoever comes
-    back after an interrupt must come back to that same one.
     """
 
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._call = call
+    def __init__(self, call: Callable[[], Any], deadline: Deadline, expire: Callable[[], None]) -> None:
+        self._call, self._deadline, self._expire = call, deadline, expire
         # Held until the call is over. A Future would do, for ten times the time that this takes.
         self._under_way = threading.Lock()
         self._under_way.acquire()
-        self._begun = False
-        self.done = False  # an exception may come when `result` has just got the lock, which then says nothing
+        self.done = self._left = False
         self._result: Any = None
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Makes the call, unless that was done before."""
-        if self._begun:
-            return
-        self._begun = True
+        """Makes the call."""
         try:
             self._result = self._call()
         except BaseException as error:
@@ -93,39 +90,35 @@ class Waiting:
             self.done = True
             self._under_way.release()
 
-    def result(
-        self, waiter: Waiter, deadline: Deadline, expire: Callable[[], None], unended: Callable[[], object]
-    ) -> Any:
+    def result(self, waiter: Waiter) -> Any:
         """What the call gives or raises, and what a signal handler raises meanwhile.
 
-        At the deadline `expire` is called, which ends the call. If it has not within some seconds, the result is what
-        `unended` gives, and the thread is left behind.
+        None if it has not ended some seconds after the deadline, as its thread is left behind, or after `end_later`.
         """
-        waiter.put(self)  # again, if an exception may have come before the last time
-        expiries = 0
-        while not self.done:
+        waiter.put(self)
+        deadline, expiries = self._deadline, 0
+        while not (self.done or self._left):
             if not (pause := deadline.pause):
                 if expiries == _MOST_EXPIRIES:
-                    self._result, self.done = unended(), True
+                    self.done = True
                     break
-                expire()
+                self._expire()
                 expiries += 1
-            if self._under_way.acquire(timeout=pause or _EXPIRE_AGAIN_SECONDS):
-                self._under_way.release()
-            else:
+            if not self._under_way.acquire(timeout=pause or _EXPIRE_AGAIN_SECONDS):
                 deadline.look()
         if self._error is not None:
             raise self._error
         return self._result
 
-    def end_later(self, deadline: Deadline, expire: Callable[[], None]) -> None:
-        """As `result` does at the deadline, after nobody comes back for the result."""
+    def end_later(self, expire: Callable[[], None]) -> None:
+        """Ends the wait for the call, if an exception has not, and at the deadline the call."""
+        self._left = True
 
         def end() -> None:
             if not self.done:
                 expire()
 
-        timer = threading.Timer(max(deadline.at - time.monotonic(), 0.0), end)
+        timer = threading.Timer(max(self._deadline.at - time.monotonic(), 0.0), end)
         timer.daemon = True
         with contextlib.suppress(RuntimeError):  # no thread can be started any more, as the process ends
             timer.start()
@@ -140,12 +133,9 @@ class Waiter:
     def __init__(self) -> None:
         self._queue: SimpleQueue[Waiting | None] | None = None  # of a thread that runs
         self._end: weakref.finalize[..., Waiter] | None = None
-        self._process = os.getpid()
 
     def put(self, waiting: Waiting) -> None:
-        """Has a call made, if it was not."""
-        if self._process != os.getpid():  # a fork has no threads but the one that forked
-            self._process, self._queue = os.getpid(), None
+        """Has a call made."""
         if self._queue is None:
             # The thread knows the queue, and not this object, which would never be dropped then.
             queue: SimpleQueue[Waiting | None] = SimpleQueue()

@@ -27,7 +27,7 @@ class Work(Generic[_T]):
     Args:
         steps: posts a step each time that it is asked for one, once the one before is done, and does what is left to do
             when it is asked for one more. The first is asked for at once.
-        finish: makes the result, once all steps are done; again, after an exception from outside has ended it.
+        finish: makes the result, once all steps are done.
         device: where `finish` works; on CUDA it does so on the stream that is current now. None: on the CPU.
         recorded: ends the call's entry in the flight recorder.
     """
@@ -51,19 +51,21 @@ class Work(Generic[_T]):
     def wait(self) -> _T:
         """Waits until the call is done on this rank, and returns its result: the filled output, if there is one.
 
-        May be called again. If an exception from outside, such as a KeyboardInterrupt, ended a wait for peers, another
-        call continues that wait. On CUDA it orders the current stream after the call; between processes it does not
-        block the host.
+        May be called again. An exception from outside, such as a KeyboardInterrupt, ends the communicator, as in any
+        call. On CUDA it orders the current stream after the call; between processes it does not block the host.
 
         Raises:
             PeerTimeout: a peer did not do its part within the communicator's timeout, or its connection was lost.
             CountsError: in all_to_all_v on the direct transport, a peer sent something other than expected.
-            ThinwireError: another thread is in a call on the communicator; call it again.
+            ThinwireError: another thread is in a call on the communicator; call it again. Or the communicator has ended
+                at this rank.
         """
         if self._failure is not None:
             raise self._failure
         if self._finish is not None:
             self._end()
+            if self._failure is not None:  # another thread has closed the communicator meanwhile
+                raise self._failure
         if self._stream is not None:
             current = torch.cuda.current_stream(self._stream.device)
             current.wait_stream(self._stream)
@@ -74,7 +76,6 @@ class Work(Generic[_T]):
     def _end(self) -> None:
         if self._recorded is not None:
             self._recorded.take_turn()  # not below: that another thread has it does not end the call
-        over = False  # if anything goes wrong: a generator that raised goes on with nothing
         try:
             # Tensors that were made in inference mode can be written in it only.
             mode = torch.inference_mode() if self._inference else torch.no_grad()
@@ -83,21 +84,26 @@ class Work(Generic[_T]):
             with self._recorded or contextlib.nullcontext(), mode, stream:
                 while self._step is not None:
                     self._step.wait()
-                    over = True
                     self._step = next(self._steps, None)
-                    over = False
                 if self._finish is not None:  # as it is not if another thread was here since it was looked at
                     self._result = self._finish()
                 self._let_go()
         except BaseException as error:
-            # Any other exception is none of this call's: whoever comes next goes on with what it ended.
-            if over or isinstance(error, ThinwireError):
-                self._failure = without_traceback(error)
-                self._let_go()
+            self._fail(error)
             raise
         finally:
             if self._recorded is not None:
                 self._recorded.end_turn()
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, ThinwireError):
+            self._failure = without_traceback(error)
+        else:
+            name = type(error).__name__
+            self._failure = ThinwireError(f"this call has ended at this rank, as {name} came in its wait")
+        self._let_go()
+        if self._recorded is not None:
+            self._recorded.ended_by(error)
 
     def _let_go(self) -> None:
         self._finish, self._steps, self._step = None, iter(()), None  # they hold the caller's tensors

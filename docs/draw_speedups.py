@@ -30,7 +30,7 @@ text { font: 14px system-ui, "Segoe UI", "Helvetica Neue", "DejaVu Sans", sans-s
 .middle { text-anchor: middle } .end { text-anchor: end } .ground { fill: #fff; stroke: #d0d7de }
 .stripe { fill: #f3f5f7 } .grid { stroke: #d8dee4 } .one { stroke: #24292f; stroke-width: 1.6 }
 .range { stroke: #24292f; stroke-width: 1.2 } .line { stroke-width: 1.4 } .open { fill: #fff; stroke-width: 1.8 }
-.exact { fill: #57606a; stroke: #57606a } .empty { fill: #e69f00; stroke: #e69f00 }
+.exact { fill: #57606a; stroke: #57606a }
 .int8 { fill: #0072b2; stroke: #0072b2 } .int4 { fill: #009e73; stroke: #009e73 }
 .open.exact, .open.int8 { fill: #fff }
 """
@@ -56,11 +56,9 @@ def line(kind: str, x: float, y: float, to_x: float, to_y: float) -> str:
 
 
 def shape(kind: str, x: float, y: float) -> str:
-    """A square for int8, a diamond for results in `tw.empty`, a circle for exact rows; open ones are staged."""
+    """A square for int8, a circle for exact rows; open ones are staged."""
     if "int8" in kind:
         return f'<rect x="{x - 5:.1f}" y="{y - 5:.1f}" width="10" height="10" class="{kind}"/>'
-    if "empty" in kind:
-        return f'<path d="M{x - 6.5:.1f} {y:.1f} l6.5 -6.5 6.5 6.5 -6.5 6.5z" class="{kind}"/>'
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5.2" class="{kind}"/>'
 
 
@@ -143,7 +141,7 @@ def dots(
 
 
 def open_mpi() -> str:
-    kinds = {"thinwire/none/direct": "exact", "tw.empty/none/direct": "empty", "thinwire/int8/direct": "int8"}
+    kinds = {"thinwire/none/direct": "exact", "thinwire/int8/direct": "int8"}
     groups = []
     for ranks in (2, 4):
         found = {(f["operation"], f["size"], f["what"]): f for f in figures(f"open_mpi_{ranks}")}
@@ -156,7 +154,7 @@ def open_mpi() -> str:
                 label = f"{count:,} row{'s' * (count > 1)}" if count else f"{size >> 20} MiB"
                 rows.append((label, marks))
             groups.append((f"{ranks} ranks, {title}", rows))
-    legend = (("exact", "none"), ("empty", "none, into tw.empty"), ("int8", "int8"))
+    legend = (("exact", "none"), ("int8", "int8"))
     note = "Ranks share two cores. Lines: from the least to the most"
     return dots("Beside Open MPI, on one host", note, legend, groups, (0.05, 0.1, 0.2, 0.5, 1, 2, 4), "Open MPI")
 

@@ -1,25 +1,27 @@
 """All-to-all-v: every rank sends each peer its own number of rows, exactly or quantised.
 
-On the *direct* transport (`thinwire.fused.channel`) ranks store rows and records into each other's memory, and the
-counts come with them. On the *staged* one bytes travel through the process group: `none` straight out of the input and
-into the output, quantised rows as records (`thinwire.fused.staged`). Both give the same bits.
+On the *direct* transport CPU ranks read rows and records in each other's memory (`thinwire.fused.pulled_legs`), and
+GPUs store them there (`thinwire.fused.channel`); the counts come with them. On the *staged* one bytes travel through
+the process group: `none` straight out of the input and into the output, quantised rows as records
+(`thinwire.fused.staged`). Both give the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from thinwire.comm import Communicator, Group, communicator_or_default
+from thinwire.comm.host_collectives import Setting
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.comm.work import Work
 from thinwire.errors import CountsError
 from thinwire.fields import OneOf
 from thinwire.fused.backend import select_backend
-from thinwire.fused.channel import PIECES, Channel, RecvBuffer, Route, channel_layout
+from thinwire.fused.channel import PIECES, Channel, RecvBuffer, channel_layout
 from thinwire.fused.codec import named_wire, wire_of_rows
 from thinwire.fused.counts import (
     Counts,
@@ -32,12 +34,14 @@ from thinwire.fused.counts import (
 )
 from thinwire.fused.device_channel import DeviceChannel
 from thinwire.fused.gradients import Operation
-from thinwire.fused.host_channel import HostChannel
 from thinwire.fused.operations import in_graphs
 from thinwire.fused.prepared import PreparedCall, check_out, prepared
 from thinwire.fused.staged_all_to_all import StagedRows
-from thinwire.fused.transport import choose, open_direct, uses_triton
+from thinwire.fused.transport import Staged, choose, open_direct, uses_triton
 from thinwire.wire import WireFormat
+
+if TYPE_CHECKING:
+    from thinwire.fused.pulled_legs import PulledRows
 
 _KEY = "all_to_all_v"  # under which a communicator keeps its channel
 _MOST_ROWS = 1 << 40  # that are tried to be allocated
@@ -109,8 +113,7 @@ def all_to_all_v(
         send_displs: first row of x for each rank; None means one after the other.
         recv_displs: first row of the output for each rank; None means one after the other.
         out: filled in place; rows that no segment covers stay as they are. Without it the output has
-            `max(displ + count)` rows, and gaps are zero. Exact rows between CPU ranks are copied once less into a
-            tensor of `thinwire.empty`.
+            `max(displ + count)` rows, and gaps are zero.
         wire: the format in transit; None means THINWIRE_WIRE, else int8+h64, or int8 where a row is no multiple of 64.
         comm: a communicator, a process group, or a DeviceMesh of one axis; None means the one that `init` made.
         transport: "direct", "staged", or "auto": direct where every rank can map every peer's memory, else staged. That
@@ -205,8 +208,8 @@ class PreparedAllToAllV(PreparedCall):
             details += ("recv_counts", receives)
         self._recorded = self.what, self.shape, self.dtype, self.wire, transport, details
         self.tail, self._any_rows = x.shape[1:], (-1, *x.shape[1:])
-        self._carrier: Channel | StagedRows | None = None
-        self.route: Route | None = None  # of contiguous rows, on the direct transport
+        self._carrier: Channel | PulledRows | StagedRows | None = None
+        self.route: Any = None  # of contiguous rows, on the direct transport
 
     def reversible(self, comm: Communicator, x: torch.Tensor) -> PreparedAllToAllV:
         """See `PreparedCall.reversible`: how many rows come."""
@@ -243,7 +246,7 @@ class PreparedAllToAllV(PreparedCall):
             finish = carrier.begin(comm, self, x, placed, place, not async_op)
             return comm.deliver(call, finish, x.device, async_op)
 
-    def _choose(self, comm: Communicator) -> Channel | StagedRows:
+    def _choose(self, comm: Communicator) -> Channel | PulledRows | StagedRows:
         quantized = [self.wire] if self.wire.quantized else []
         self._carrier = choose(
             self.what, self.transport, comm, quantized, lambda: open_channel(comm, self.wire), StagedRows
@@ -297,7 +300,7 @@ def _compare_with_peers(
 
 def open_channel(
     comm: Communicator, wire: WireFormat | None = None, piece_bytes: int | None = None, pieces: int = PIECES
-) -> Channel | StagedRows:
+) -> Channel | PulledRows | StagedRows:
     """The communicator's channel, or what does without. Made at the first call, which is collective.
 
     Args:
@@ -309,17 +312,20 @@ def open_channel(
         ConfigMismatch, PeerTimeout: see `open_direct`.
     """
 
-    def new() -> Channel | StagedRows:
-        if wire is not None and wire.quantized:
-            select_backend(comm.device, wire)
-        layout = channel_layout(comm.size, piece_bytes, pieces, comm.device.type == "cuda")
-        settings = {"piece_bytes": layout.SLOT_BYTES, "pieces": layout.SLOTS}
-        # By numba's kernels for CPU tensors, by Triton's on CUDA and under Triton's interpreter.
-        on_device = uses_triton(comm)
+    if wire is not None and wire.quantized:
+        select_backend(comm.device, wire)
+    if not uses_triton(comm):
+        from thinwire.fused.pulled_legs import open_legs  # here, as loading numba takes a while
 
-        def make(memory: SymmetricMemory, crowded: bool) -> Channel:
-            ends = memory, layout, comm.rank, comm.timeout, comm.voters
-            return DeviceChannel(*ends) if on_device else HostChannel(*ends, comm.cpu_share.threads, crowded)
+        legs = open_legs(comm, piece=piece_bytes)
+        return StagedRows.instead_of(_KEY, legs) if isinstance(legs, Staged) else legs.rows
+
+    def new() -> DeviceChannel | StagedRows:
+        layout = channel_layout(comm.size, piece_bytes, pieces, comm.device.type == "cuda")
+        settings: dict[str, Setting] = {"kernels": "triton", "piece_bytes": layout.SLOT_BYTES, "pieces": layout.SLOTS}
+
+        def make(memory: SymmetricMemory, _: bool) -> DeviceChannel:
+            return DeviceChannel(memory, layout, comm.rank, comm.timeout, comm.voters)
 
         return open_direct(comm, _KEY, layout.NUM_BYTES, settings, make, StagedRows)
 

@@ -141,31 +141,20 @@ class RoundKernels:
     refuse: Callable[..., None]  # in place of send_tokens
 
 
-def select_round_kernels(backend: Backend, threads: int = 1) -> RoundKernels:
-    """The kernels of the direct transport that belong to a backend; numba's use up to `threads` threads in a call.
+def select_round_kernels(backend: Backend) -> RoundKernels:
+    """The kernels of rounds that store into peers' memory, which a backend has.
 
     Raises:
-        TransportUnavailable: plain torch has none: it cannot signal.
+        TransportUnavailable: it is not Triton. numba's rounds read the peers' memory; plain torch cannot signal.
     """
-    dispatch: Any
-    permute: Any
-    combine: Any
-    if backend.name == "triton":
-        from thinwire.triton_kernels import combine, dispatch, permute
-    elif backend.name == "numba":
-        from thinwire.triton_kernels.cpu import combine, dispatch, permute
-    else:
-        raise TransportUnavailable(
-            f"the kernels of backend {backend.name!r} ({backend.reason}) cannot signal peers; the direct transport "
-            "needs triton or numba"
-        )
-    shared: list[Any] = [dispatch.send_tokens, permute.gather, combine.send_sums, combine.sum_home]
-    if backend.name == "numba":
-        shared = [functools.partial(launcher, threads=threads) for launcher in shared]
-    send_tokens, gather, send_sums, sum_home = shared
+    if backend.name != "triton":
+        raise TransportUnavailable(f"backend {backend.name!r} ({backend.reason}) has no kernels that signal peers")
+    from thinwire.triton_kernels import combine, dispatch, permute
+
     return RoundKernels(
-        send_tokens, dispatch.wait, permute.route, gather, send_sums, dispatch.close_round, sum_home, dispatch.refuse
-    )
+        dispatch.send_tokens, dispatch.wait, permute.route, permute.gather, combine.send_sums, dispatch.close_round,
+        combine.sum_home, dispatch.refuse,
+    )  # fmt: skip
 
 
 def select_expert_gemm(device: torch.device, wire: WireFormat) -> Callable[..., None]:

@@ -63,12 +63,10 @@ class RowFormat:
         step: bytes from one of what is counted (a row, or an element of a 1-D tensor) to the next, side by side.
         record_bytes: 0, or, where one record is longer than a piece, its length. Such rows are quantised by the caller,
             and their records travel as exact rows of bytes do, which may be cut anywhere: `step` is then of those.
-        words: what numba's kernel is told of it.
     """
 
     step: int
     record_bytes: int = 0
-    words: tuple[int, ...] = ()
 
 
 class RecvBuffer(NamedTuple):
@@ -90,13 +88,11 @@ class Route(NamedTuple):
         row_format: the channel's own form of these rows.
         step: bytes in x from one of what is counted to the next.
         sends: the parts of x for each rank, within x.
-        words: what numba's kernel is told of all this.
     """
 
     row_format: Any
     step: int
     sends: Segments
-    words: memoryview | None = None
 
 
 class RowCall(Protocol):
@@ -105,14 +101,14 @@ class RowCall(Protocol):
     Attributes:
         tail: the shape of a row.
         sends, receives: rows for each rank, within x, and from each, within the output; None where these are not known.
-        route: how contiguous rows go, once the direct transport knows.
+        route: how contiguous rows go, once the direct transport knows: its own affair.
     """
 
     tail: torch.Size
     sends: Segments
     receives: Segments | None
     wire: WireFormat
-    route: Route | None
+    route: Any
 
 
 class Transfer:
@@ -125,14 +121,13 @@ class Transfer:
         place: makes the recv_buffer from the counts, once they are known; what it raises ends the call on this rank
             alone.
         memory: what keeps the ranks' memory mapped for as long as this call may be in a kernel, once it is closed.
-        stream, over: on CUDA the stream on which the call began; whether all steps were launched.
+        stream: on CUDA the stream on which the call began.
     """
 
     # As a call begins; on the class, as setting each would be a good part of making one.
     memory: object = None
     stream: torch.cuda.Stream | None = None
-    over = False
-    error: BaseException | None = None
+    error: BaseException | None = None  # that ended it
     result: torch.Tensor | None = None
 
     def __init__(
@@ -218,9 +213,9 @@ class Channel(LegTransport):
                     "smaller alignment"
                 )
             backend, place_rows = select_backend(x.device, wire, self.threads), place
-            x, sends = _pack(x, sends, wire, step, backend), dense_segments(sends.counts)
-            recv_buffer = recv_buffer and _unpacked_into(recv_buffer, wire, step, backend)
-            place = place_rows and (lambda counts: _unpacked_into(place_rows(counts), wire, step, backend))
+            x, sends = pack_wide_rows(x, sends, wire, step, backend), dense_segments(sends.counts)
+            recv_buffer = recv_buffer and unpacked_into(recv_buffer, wire, step, backend)
+            place = place_rows and (lambda counts: unpacked_into(place_rows(counts), wire, step, backend))
         elif not x.is_contiguous():
             if wire.quantized and x.dim() > 1 and x.numel():
                 x = x.flatten(1)
@@ -272,35 +267,24 @@ class Channel(LegTransport):
     def complete(self, transfer: Transfer, todo: int = 0) -> None:
         """Ends a call if that has not happened; what it comes to is for `Transfer.wait` to say.
 
-        An exception from outside, such as a signal handler's, is raised. Unless the call is over with it, whoever comes
-        next goes on where it stopped.
+        An exception from outside, such as a signal handler's, is raised, and ends the communicator.
 
         Args:
             todo: what of the kernel's work is left to do before.
         """
         if transfer is not self.under_way:
             return
-        if self.closed:
-            transfer.error = ThinwireError(CLOSED)
-        else:
-            try:
-                transfer.result = self._drain(transfer, todo)
-            except ThinwireError as error:
-                transfer.error = error
-            except Exception as error:
-                if error is not transfer.error:  # with which the call would be over
-                    raise
-        if transfer is self.under_way:  # no signal handler's call has ended it, and may be under way itself
-            self.under_way = None
-        transfer.x = None
-        if transfer.error is not None and not isinstance(transfer.error, ThinwireError):
-            raise transfer.error
+        try:
+            if self.closed:
+                raise ThinwireError(CLOSED)
+            transfer.result = self._drain(transfer, todo)
+        except ThinwireError as error:
+            transfer.error = error
+        finally:
+            self.under_way = transfer.x = None
 
     def _drain(self, transfer: Transfer, todo: int) -> torch.Tensor:
-        """What `complete` does; gives the output.
-
-        What it raises ends the call if it is a ThinwireError, or was noted in `transfer.error` before.
-        """
+        """What `complete` does; gives the output."""
         raise NotImplementedError
 
     def differences(self, wrong: np.ndarray, counts: list[int], signature: list[int]) -> str:
@@ -317,7 +301,9 @@ class Channel(LegTransport):
             self.complete(self.under_way)
 
 
-def _pack(x: torch.Tensor, sends: Segments, wire: WireFormat, record_bytes: int, backend: Backend) -> torch.Tensor:
+def pack_wide_rows(
+    x: torch.Tensor, sends: Segments, wire: WireFormat, record_bytes: int, backend: Backend
+) -> torch.Tensor:
     """The records of the rows that are sent, side by side."""
     rows = x.flatten(1)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
@@ -326,7 +312,7 @@ def _pack(x: torch.Tensor, sends: Segments, wire: WireFormat, record_bytes: int,
     return records
 
 
-def _unpacked_into(placed: RecvBuffer, wire: WireFormat, record_bytes: int, backend: Backend) -> RecvBuffer:
+def unpacked_into(placed: RecvBuffer, wire: WireFormat, record_bytes: int, backend: Backend) -> RecvBuffer:
     """Where records go that are unpacked into an output when all are here."""
     counts, out = placed.segments.counts, placed.memory
     received = new_rows(out.new_empty(0, dtype=torch.uint8), sum(counts), (record_bytes,))

@@ -1,7 +1,7 @@
 """The direct transport of all-reduce, reduce-scatter and all-gather: memory, jobs, and what is launched when.
 
-Memory and legs are described in `thinwire.triton_kernels.leg_layout`. Numba's kernels and Triton's have the same
-launchers, so this file serves both. A call longer than a slot goes in chunks.
+Memory and legs are described in `thinwire.triton_kernels.leg_layout`. A call longer than a slot goes in chunks. CPU
+ranks pull instead, see `thinwire.fused.pulled_legs`; what is said of the CPU here is of Triton's interpreter.
 
 *Ranks that disagree* all learn it in the same leg. On the CPU all raise `ConfigMismatch` and may go on. On CUDA
 outputs are filled with NaN, the next call or `check` raises it, and the memory is of no more use.
@@ -9,16 +9,16 @@ outputs are filled with NaN, the next call or `check` raises it, and the memory 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
 from thinwire.comm.call import Recorder
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Exchange
+from thinwire.comm.host_collectives import Setting
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError, ConfigMismatch, ThinwireError
 from thinwire.fused.backend import select_backend
@@ -27,32 +27,31 @@ from thinwire.fused.direct_transport import BEFORE_CAPTURE, CLOSED, LegTransport
 from thinwire.fused.partition import describe_signature, signature_of
 from thinwire.fused.prepared import flat, in_memory
 from thinwire.fused.staged_collective import CollectiveCall, StagedCollectives
-from thinwire.fused.transport import open_direct, uses_triton
+from thinwire.fused.transport import Staged, open_direct, uses_triton
+from thinwire.triton_kernels import collective as kernels
 from thinwire.triton_kernels.launch import kept
 from thinwire.triton_kernels.leg_layout import (
     ALL_GATHER,
     ALL_REDUCE,
-    DONE,
     REDUCE_SCATTER,
-    TAKEN,
     Endpoint,
     Job,
     LegLayout,
 )
 from thinwire.triton_kernels.signal import (
     CONTROL_STATUS,
-    LEFT_FLAG,
     MAX_WORLD,
     MISMATCHED,
     REPORT_EPOCH,
     REPORT_PEERS,
     REPORT_STATUS,
     RUNNING,
-    SIGNAL_LINE_BYTES,
-    TIMED_OUT,
 )
 from thinwire.triton_kernels.small_collective import in_one_launch, programs_at_once
 from thinwire.wire import WireFormat
+
+if TYPE_CHECKING:
+    from thinwire.fused.pulled_legs import PulledCollectives
 
 KEY = "collectives"  # under which a communicator keeps them
 #: Of a slot, and of all of a rank's memory; on a GPU launches should not cost more than what they move.
@@ -63,7 +62,7 @@ _MOST_JOBS = 1024  # that are remembered
 
 def open_collectives(
     comm: Communicator, slot_bytes: int | None = None, wires: Sequence[WireFormat] = ()
-) -> DirectCollectives | StagedCollectives:
+) -> DirectCollectives | PulledCollectives | StagedCollectives:
     """What carries out the communicator's collectives, direct if it can be. Made at the first call, by all ranks.
 
     Args:
@@ -75,30 +74,27 @@ def open_collectives(
         ConfigMismatch, PeerTimeout: see `open_direct`.
     """
 
+    _require_backend(comm.device, wires)
+    if not uses_triton(comm):
+        from thinwire.fused.pulled_legs import open_legs  # here, as loading numba takes a while
+
+        legs = open_legs(comm)
+        return StagedCollectives.instead_of(KEY, legs) if isinstance(legs, Staged) else legs.collectives
+
     def new() -> DirectCollectives | StagedCollectives:
-        _require_backend(comm.device, wires)
         try:
             layout = collective_layout(comm.size, slot_bytes, comm.device.type == "cuda")
         except CapacityError as error:
             return StagedCollectives(KEY, str(error))
 
         def make(memory: SymmetricMemory, _: bool) -> DirectCollectives:
-            return collectives_over(comm, memory, layout, comm.rank)
+            ends = memory, layout, comm.rank, comm.timeout
+            return DirectCollectives(*ends, comm.voters, comm.recorder)
 
-        settings = {"slot_bytes": layout.SLOT_BYTES}
+        settings: dict[str, Setting] = {"kernels": "triton", "slot_bytes": layout.SLOT_BYTES}
         return open_direct(comm, KEY, layout.NUM_BYTES, settings, make, StagedCollectives)
 
     return comm.attached(KEY, new)
-
-
-def collectives_over(comm: Communicator, memory: SymmetricMemory, layout: LegLayout, rank: int) -> DirectCollectives:
-    """Those of a memory in which this rank is `rank`."""
-    kernels: ModuleType
-    if uses_triton(comm):
-        from thinwire.triton_kernels import collective as kernels
-    else:
-        from thinwire.triton_kernels.cpu import collective as kernels
-    return DirectCollectives(memory, layout, rank, comm.timeout, kernels, comm.voters, comm.recorder)
 
 
 def _require_backend(device: torch.device, wires: Sequence[WireFormat]) -> None:
@@ -125,10 +121,9 @@ def collective_layout(world: int, slot_bytes: int | None = None, on_gpu: bool = 
 
 
 class DirectCollectives(LegTransport):
-    """The memory, the kernels and the state of one communicator's direct collectives, at one rank.
+    """The memory and the state of one communicator's direct collectives by Triton's kernels, at one rank.
 
     Args:
-        kernels: the module with the launchers.
         recorder: what is told of phases.
     """
 
@@ -141,16 +136,12 @@ class DirectCollectives(LegTransport):
         layout: LegLayout,
         rank: int,
         timeout: float,
-        kernels: ModuleType,
         voters: Exchange | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         super().__init__(KEY, memory, layout, rank, timeout, voters)
         self._phase = (recorder or Recorder(rank, layout.WORLD, KEY, "", timeout, writes=False)).phase
-        self._kernels = kernels
         self._words = self.report.data  # the same, of which a word is read sooner
-        self._under_way = False  # whether a call is in the kernels
-        self._held: object = None  # what keeps memory mapped that was closed then
         self._jobs: dict[tuple[object, ...], Job] = {}
         self._captured: dict[int, Job] = {}  # whose parts graphs go on reading, by identity
 
@@ -232,40 +223,26 @@ class DirectCollectives(LegTransport):
             ConfigMismatch: ranks that called something else. On CUDA a later call raises this and PeerTimeout.
         """
         self.require_usable()
-        if not hasattr(self._kernels, "whole"):  # numba's take tensors of any shape
-            x, out = x.detach().view(-1), out.detach().view(-1)
+        x, out = x.detach().view(-1), out.detach().view(-1)
         at_once = kept(self._end, programs_at_once, job) if self.on_gpu else 0
         if self.on_gpu:
             if self.capturing:
                 self._captured[id(job)] = job
             self._load_kernels(job, x, out, at_once)
             self.take_turn()
-        self._under_way = True  # to the end: what an exception from outside cuts off ends the communicator, see `close`
-        try:
-            for chunk in range(job.num_chunks):
-                self._launch(self._end, job, x, out, chunk, at_once)
-                if not self.on_gpu and self._words[REPORT_STATUS] != RUNNING:
-                    self.raise_findings()
-        except ThinwireError:
-            self._under_way = False
-            raise
-        self._under_way = False
+        for chunk in range(job.num_chunks):
+            self._launch(self._end, job, x, out, chunk, at_once)
+            if not self.on_gpu and self._words[REPORT_STATUS] != RUNNING:
+                self.raise_findings()
 
     def _launch(self, lane: Endpoint, job: Job, x: torch.Tensor, out: torch.Tensor, chunk: int, at_once: int) -> None:
-        kernels, times, done, programs = self._kernels, (self.wait_seconds(), self.grace), 0, self._num_programs
-        whole = getattr(kernels, "whole", None)  # numba's have it
+        times, programs = (self.wait_seconds(), self.grace), self._num_programs
         if at_once:
             self._phase("in one launch")
             return in_one_launch(lane, job, x, out, *times, min(at_once, programs or at_once))
-        if whole is not None:
-            self._phase("in one launch")
-            done = whole(lane, job, x, out, chunk)
-            if done == DONE:
-                return
         self._phase("quantise and store")
-        if not done:
-            kernels.send(lane, job, x, chunk, programs)
-        if job.op != ALL_GATHER and done != TAKEN:
+        kernels.send(lane, job, x, chunk, programs)
+        if job.op != ALL_GATHER:
             self._phase("wait for peers, and sum")
             kernels.reduce(lane, job, None if job.op == ALL_REDUCE else out, chunk, *times, programs)
             if not self.on_gpu and self.report[REPORT_STATUS] != RUNNING:
@@ -291,18 +268,6 @@ class DirectCollectives(LegTransport):
         self._end.report.zero_()
         self._end.control[CONTROL_STATUS] = RUNNING
         raise error
-
-    def close(self) -> None:
-        """See `DirectTransport.close`. A call under way, in another thread or below a signal handler, ends."""
-        if self._under_way and not self.closed and not self.on_gpu:
-            self._held = self.memory.held()
-            self._end.control[CONTROL_STATUS] = TIMED_OUT  # kernels do nothing any more, and no wait goes on
-            self.report[REPORT_STATUS] = TIMED_OUT  # so that the call looks what it was
-            for peer, buffer_ptr in enumerate(self.memory.buffer_ptrs.tolist()):
-                if peer != self.rank:
-                    line = buffer_ptr + self.layout.STUCK + self.rank * SIGNAL_LINE_BYTES
-                    ctypes.c_int32.from_address(line).value = LEFT_FLAG
-        super().close()
 
     def mismatch(self) -> ConfigMismatch:
         """What each rank was doing. No peer has gone on to this half's next leg."""

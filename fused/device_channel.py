@@ -118,16 +118,8 @@ class DeviceChannel(Channel):
             self.complete(transfer)
 
     def _drain(self, transfer: Transfer, todo: int) -> torch.Tensor:
-        try:
-            with torch.cuda.stream(transfer.stream):  # no stream: no change
-                return self._take_steps(transfer)
-        except BaseException as error:
-            if not transfer.over and self.failure is None:
-                # Nobody knows which steps were taken; to go on could put one call's rows into another.
-                self.failure = ThinwireError(f"a call ended half-way, {type(error).__name__}: {error}")
-            if not isinstance(error, ThinwireError):
-                transfer.error, self.under_way, transfer.x = error, None, None
-            raise
+        with torch.cuda.stream(transfer.stream):  # no stream: no change
+            return self._take_steps(transfer)
 
     def _take_steps(self, transfer: Transfer) -> torch.Tensor:
         form, recv_buffer = transfer.route.row_format, transfer.recv_buffer
@@ -152,7 +144,6 @@ class DeviceChannel(Channel):
             assert recv_buffer is not None
             pieces = [form.pieces(count) for count in recv_buffer.segments.counts]
         self._move(transfer, recv_buffer, pieces, looks)
-        transfer.over = True
         if error is not None:
             raise error
         assert recv_buffer is not None

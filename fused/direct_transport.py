@@ -327,7 +327,7 @@ class DirectTransport(Attachment):
         self.require_usable()
 
     def leave_to_parent(self) -> None:
-        """See `Attachment`. The memory stays mapped, as a signal handler may have forked in the middle of a call."""
+        """See `Attachment`."""
         self.closed = True
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,8 +19,13 @@ from thinwire.fused.prepared import PreparedCall, check_out
 from thinwire.fused.staged_collective import StagedCollectives
 from thinwire.fused.transport import choose
 from thinwire.fused.two_level import TwoLevelCollectives, open_two_levels
-from thinwire.triton_kernels.leg_layout import ALL_GATHER, Job
+from thinwire.triton_kernels.leg_layout import ALL_GATHER
 from thinwire.wire import WireFormat
+
+if TYPE_CHECKING:
+    from thinwire.fused.pulled_legs import PulledCollectives
+
+    Carrier = DirectCollectives | PulledCollectives | StagedCollectives | TwoLevelCollectives
 
 
 class PreparedCollective(PreparedCall):
@@ -39,8 +45,8 @@ class PreparedCollective(PreparedCall):
     out_shape: tuple[int, ...]
     place: int  # bytes from where x begins to where an output may begin that shares its memory
     details: tuple[object, ...] = ()  # for the flight recorder
-    job: Job | None = None  # of the direct transport
-    _carrier: DirectCollectives | StagedCollectives | TwoLevelCollectives | None = None
+    job: Any = None  # of the direct transport
+    _carrier: Carrier | None = None
 
     def __init__(
         self,
@@ -100,7 +106,7 @@ class PreparedCollective(PreparedCall):
 
             return comm.deliver(call, end, target.device, async_op)
 
-    def _choose(self, comm: Communicator) -> DirectCollectives | StagedCollectives | TwoLevelCollectives:
+    def _choose(self, comm: Communicator) -> Carrier:
         if self.exactly:
             self._carrier = StagedCollectives(self.what, "torch.distributed reduces")
         else:

@@ -133,7 +133,7 @@ def _take_step(
         collect = partial(all_to_all_v, _packed(x, sends, held), *counts)
         blocks = [block for block in receives if block is not None]
     # Where parts lie one after the other in the result, they arrive there.
-    views = [torch.empty(shape, device="meta")[_within(block, wanted)] for block in blocks]
+    views = [torch.empty(shape, dtype=torch.uint8, device="meta")[_within(block, wanted)] for block in blocks]
     starts = itertools.accumulate((view.numel() for view in views), initial=0)
     if all(view.is_contiguous() and view.storage_offset() == start for view, start in zip(views, starts, strict=False)):
         filled = collect(out=None if out is None else out.view(-1), **through)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -19,7 +19,6 @@ from thinwire.fused.partition import split_parts
 from thinwire.fused.prepared import flat
 from thinwire.fused.staged import StagedExchange
 from thinwire.fused.transport import Staged
-from thinwire.triton_kernels.leg_layout import Job
 from thinwire.wire import WireFormat
 
 
@@ -32,7 +31,7 @@ class CollectiveCall(Protocol):
     wires: Sequence[WireFormat]
     dtype: torch.dtype
     exactly: bool
-    job: Job | None
+    job: Any  # of the direct transport
 
     @property
     def described(self) -> str: ...

@@ -1,8 +1,8 @@
 """Which transport an operation takes, alike on all ranks.
 
-*Direct*: kernels store into the peers' memory, where every rank can map every peer's. *Staged*: through the process
-group. *Two levels*: the one within each host, the other between hosts. `choose` decides for every operation, and gives
-an object that carries it out; a `Staged` remembers why it is one.
+*Direct*: kernels store into the peers' memory, or on CPU ranks read it, where every rank can map every peer's.
+*Staged*: through the process group. *Two levels*: the one within each host, the other between hosts. `choose` decides
+for every operation, and gives an object that carries it out; a `Staged` remembers why it is one.
 """
 
 from __future__ import annotations
@@ -51,12 +51,19 @@ class Transport(Protocol):
 
 _T = TypeVar("_T", bound=Transport)
 _S = TypeVar("_S", bound=Transport)
+_Staged = TypeVar("_Staged", bound="Staged")
 
 
 class Staged(Attachment):
     """An operation's calls through the process group; a Transport."""
 
     name = "staged"
+
+    @classmethod
+    def instead_of(cls: type[_Staged], operation: str, missing: Staged) -> _Staged:
+        """For an operation, in place of what it would share with others; the first of these tells that it lacks."""
+        lack, missing.lack = missing.lack, None
+        return cls(operation, missing.reason, lack)
 
     def __init__(self, operation: str, reason: str, lack: type[ThinwireError] | None = None) -> None:
         self.operation, self.reason, self.lack = operation, reason, lack
@@ -141,7 +148,10 @@ def why_not_by_default(comm: Communicator) -> str | None:
 
 
 def uses_triton(comm: Communicator) -> bool:
-    """Whether this rank's kernels are Triton's. Ranks of either kind may share a group: they write the same bytes."""
+    """Whether this rank's kernels are Triton's, which store into peers' memory. Numba's read there.
+
+    Ranks of both kinds cannot share a direct transport, and are told.
+    """
     return comm.device.type == "cuda" or os.environ.get(BACKEND_VARIABLE) == "triton"
 
 

@@ -15,30 +15,31 @@ on one level to all of theirs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from thinwire.comm.calls import Attachment
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.hosts import describe
-from thinwire.comm.memory.symmetric import SymmetricMemory
-from thinwire.errors import CapacityError, ThinwireError
-from thinwire.fused.collective import KEY, DirectCollectives, collective_layout, collectives_over
+from thinwire.errors import ThinwireError
+from thinwire.fused.collective import KEY
 from thinwire.fused.counts import Segments, dense_segments
 from thinwire.fused.partition import row_elements, signature_of
 from thinwire.fused.prepared import flat
 from thinwire.fused.staged import cut_pieces
 from thinwire.fused.staged_collective import CollectiveCall, GatherLeg, ScatterLeg, StagedCollectives
-from thinwire.fused.transport import open_direct, why_not_two_levels
+from thinwire.fused.transport import Staged, uses_triton, why_not_two_levels
 from thinwire.triton_kernels.leg_layout import ALL_GATHER, REDUCE_SCATTER
 from thinwire.wire import WireFormat
+
+if TYPE_CHECKING:
+    from thinwire.fused.pulled_legs import PulledLegs
 
 _EXACT = WireFormat("none")
 
 
-def open_two_levels(
-    comm: Communicator, wires: Sequence[WireFormat] = ()
-) -> DirectCollectives | StagedCollectives | TwoLevelCollectives:
+def open_two_levels(comm: Communicator, wires: Sequence[WireFormat] = ()) -> StagedCollectives | TwoLevelCollectives:
     """What carries out the collectives of a communicator of several hosts. Made at the first call, by all ranks.
 
     Args:
@@ -56,18 +57,14 @@ def open_two_levels(
             why_not = f"its hosts have different numbers of ranks: {describe(comm.hosts)}"
         if why_not is not None:
             return StagedCollectives(KEY, why_not)
-        try:
-            layout = collective_layout(len(here))
-        except CapacityError as error:
-            return StagedCollectives(KEY, str(error))
+        if uses_triton(comm):
+            return StagedCollectives(KEY, "two levels of collectives are for numba's kernels")
+        from thinwire.fused.pulled_legs import open_legs  # here, as loading numba takes a while
 
-        def make(memory: SymmetricMemory, _: bool) -> TwoLevelCollectives:
-            within = collectives_over(comm, memory.among(here), layout, here.index(comm.rank))
-            within.members, within.size = here, comm.size
-            return TwoLevelCollectives(comm, within)
-
-        settings = {"slot_bytes": layout.SLOT_BYTES}
-        return open_direct(comm, KEY, layout.NUM_BYTES, settings, make, StagedCollectives, ranks=here)
+        legs = open_legs(comm, here)
+        if isinstance(legs, Staged):
+            return StagedCollectives.instead_of(KEY, legs)
+        return TwoLevelCollectives(comm, legs)
 
     return comm.attached(KEY, new)
 
@@ -82,16 +79,14 @@ class TwoLevelCollectives(Attachment):
     name = "two_level"
     lack: type[ThinwireError] | None = None
 
-    def __init__(self, comm: Communicator, within: DirectCollectives) -> None:
+    def __init__(self, comm: Communicator, within: PulledLegs) -> None:
         self._within, self._here, self._hosts = within, within.members, comm.hosts
         self._rail = [members[within.rank] for members in comm.hosts]
         self.reason = f"its ranks are on several hosts: {describe(comm.hosts)}"
 
     def describe(self) -> str:
         """One line for `Communicator.explain`."""
-        return (
-            f"{KEY}: two levels, staged between hosts; in this one {self._within.describe().removeprefix(f'{KEY}: ')}"
-        )
+        return f"{KEY}: two levels, staged between hosts; in this one {self._within.describe()}"
 
     def begin(self, comm: Communicator, call: CollectiveCall, x: torch.Tensor, out: torch.Tensor) -> None:
         """The whole call; see `StagedCollectives.begin`. Waits here: later calls use the same memory in the host."""
@@ -168,14 +163,6 @@ class TwoLevelCollectives(Attachment):
         signature = signature_of(call.op, call.parts, call.row, name, wires[0], wires[-1])
         job = self._within.job(op, parts, row, _EXACT, _EXACT, x.dtype, torch.float32, signature)
         self._within.run(job, x, out)
-
-    def leave_to_parent(self) -> None:
-        """See `Attachment`."""
-        self._within.leave_to_parent()
-
-    def close(self) -> None:
-        """See `DirectTransport.close`."""
-        self._within.close()
 
 
 class _ByteLeg(GatherLeg):

@@ -26,6 +26,8 @@ from thinwire.wire import BLOCK, WireFormat
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from thinwire.triton_kernels.cpu.lane import PulledLayout
+
 _MAX_TOP_K = 32
 ROUND_DTYPES = (*FLOAT_DTYPES, torch.float64)  # the last one is for comparisons: staged, exact, in plain torch
 
@@ -152,6 +154,17 @@ class ParallelSettings:
             weight_grads=weight_grads,
             invariant=self.invariant,
         )
+
+    def pulled_layout(self, world: int, *, weight_grads: bool = False, **others: Any) -> PulledLayout:
+        """The same of CPU ranks, whose peers read there; see `PulledLayout.of`, which has the others."""
+        from thinwire.triton_kernels.cpu.lane import PulledLayout  # it loads numba
+
+        settings: dict[str, Any] = {
+            "world": world, "num_experts": self.num_experts, "top_k": self.top_k, "hidden": self.hidden_size,
+            "max_tokens": self.max_tokens, "wire": self.wire, "combine_wire": self.combine_wire, "dtype": self.dtype,
+            "weight_grads": weight_grads, "invariant": self.invariant,
+        }  # fmt: skip
+        return PulledLayout.of(**(settings | others))
 
     def dispatch_bytes(self, transport: str, world: int, tokens: int, dtype: torch.dtype) -> tuple[int, int]:
         """What a rank with so many tokens sends to dispatch them: bytes for each record, and bytes beside all records.

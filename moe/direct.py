@@ -1,8 +1,8 @@
 """Rounds over the direct transport: kernels store into the peers' memory, and nothing else is called.
 
 A lane has one round after the other; `docs/protocol.md` says why one buffer is enough. On CUDA every call here returns
-when its kernels are launched, and what goes wrong on the device is raised by a later call or by `check`. On the CPU the
-kernels run at once, and their waits block.
+when its kernels are launched, and what goes wrong on the device is raised by a later call or by `check`. Where Triton
+interprets them on the CPU, kernels run at once, and their waits block. CPU ranks have `thinwire.moe.pulled`.
 """
 
 from __future__ import annotations
@@ -156,22 +156,12 @@ class DirectRounds(DirectLanes):
             self._wait(lane, COMBINE)
             self._due[lane] = None
 
-    def _wait(self, lane: int, phase: int, seconds: float | None = None) -> None:
-        """Waits for all peers' part of a leg, and raises what that found; on CUDA the next call raises it.
-
-        `seconds`: None means what a wait of the lane's call may last.
-        """
+    def _wait(self, lane: int, phase: int) -> None:
+        """Waits for all peers' part of a leg, and raises what that found; on CUDA the next call raises it."""
         self.take_turn(lane)
-        self._waits = True
-        try:
-            limit = self.wait_seconds(lane) if seconds is None else seconds
-            self.kernels.wait(self.lanes[lane], phase, limit, self.grace)
-        finally:
-            self._waits, self._held = False, None
+        self.kernels.wait(self.lanes[lane], phase, self.wait_seconds(lane), self.grace)
         if self.on_gpu:
             return
-        if self.closed:
-            raise LaneError("this ExpertParallel was closed while this call was under way")
         if self._reports[lane][signal.REPORT_STATUS] == signal.MISMATCHED:
             # Nothing was read yet, and every rank sees the mismatch: all of them close the round and go on. They do not
             # wait for it here, as a rank that refused its tokens closes it in its next call on the lane.
@@ -224,7 +214,7 @@ def launch_each(
 
 
 @torch.inference_mode(False)
-def _sources_of_slots(lane: Lane) -> torch.Tensor:
+def sources_of_slots(lane: Any) -> torch.Tensor:
     """Each slot's source rank, and its token's number there: int64 [slots, 2]."""
     slots = torch.arange(lane.positions.shape[0], device=lane.positions.device)
     most = max(1, lane.layout.MAX_TOKENS)
@@ -267,17 +257,14 @@ class DirectRound(Dispatched):
     def _read_arrived(self) -> Arrived:
         tensors = self._tensors
         weights = tensors.weights.masked_fill(tensors.positions < 0, 0.0)
-        return Arrived(tensors.positions, weights, kept(tensors, _sources_of_slots))
+        return Arrived(tensors.positions, weights, kept(tensors, sources_of_slots))
 
     def _gather(self, capacity: int, zero_tail: bool) -> tuple[torch.Tensor, torch.Tensor]:
         return self._gather_from(self._tensors, capacity, zero_tail)
 
     def _unpack(self, chosen: torch.Tensor) -> torch.Tensor:
-        # The kernel that gathers rows for experts. Triton's looks at positions, numba's at the index.
-        tensors = self._lane_of_records
+        tensors = self._lane_of_records  # for the kernel that gathers rows for experts, which looks at positions
         tensors.expert_offsets[-1] = self._arrived.number.clamp(max=len(chosen))
-        if not self._rounds.on_gpu:
-            tensors = replace(tensors, index=chosen)
         return self._gather_from(tensors, len(chosen), True)[0]
 
     @functools.cached_property

@@ -9,6 +9,7 @@ With the sums come the gradients of router weights, each stored at its token's h
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -73,7 +74,7 @@ class DirectPlan(GradientPlan):
         weights = torch.zeros(num_rows + 1, device=dy.device, dtype=torch.float32)
         weights[places.view(-1)] = tensors.weights.view(-1)
         tensors.weights.fill_(1.0)  # the rows' gradients are added up as they are
-        self._ids_here = _ids_of(tensors)
+        self._keep_ids(tensors)
         return rows, weights[:num_rows]
 
     def collect(
@@ -94,13 +95,20 @@ class DirectPlan(GradientPlan):
         grads = None
         if tensors.layout.WEIGHT_GRADS:
             home = torch.empty(self._ids.shape, dtype=torch.float32, device=device)
-            grads = _in_order_of_ids(tensors, self._ids_here, dots), home
+            grads = self._of_experts(tensors, dots), home
         if rows is None:
             rows = dx[:0]
         with rounds.call_backward(rounds.phases[COMBINE], rows.shape, self._dtype, rounds.config.wire, self._place):
             rounds.open_rounds[lane] = self._open = None
             rounds.begin_combine(lane, rows.resolve_neg().contiguous(), self._dtype, dx, grads)()
         return dx if self.wants.rows else None, grads[1] if self.wants.weights and grads else None
+
+    def _keep_ids(self, tensors: Lane) -> None:
+        self._ids_here = _ids_of(tensors)
+
+    def _of_experts(self, tensors: Lane, dots: torch.Tensor | None) -> Any:
+        """The gradients of router weights of this rank's experts, as they travel."""
+        return _in_order_of_ids(tensors, self._ids_here, dots)
 
 
 def _ids_of(lane: Lane) -> torch.Tensor:

@@ -35,17 +35,9 @@ def lanes_bytes(layout: RoundLayout, lanes: int, rank: int, align: int, heap: st
     Args:
         layout: of each lane.
         rank: whose; ranks may own different numbers of experts.
-        heap: "posix" or "threads", of CPU ranks with numba's kernels; or "cuda".
+        heap: "cuda", or of ranks whose kernels are interpreted "posix" or "threads".
     """
-    scratch = 0 if heap == "cuda" else _scratch_bytes(layout)
-    beside = Lane.bytes_beside(layout, rank, align) + scratch
-    return held_bytes(heap, lanes * layout.NUM_BYTES, layout.WORLD) + lanes * beside
-
-
-def _scratch_bytes(layout: RoundLayout) -> int:
-    from thinwire.triton_kernels.cpu.combine import round_scratch_bytes  # it loads numba
-
-    return round_scratch_bytes(layout)
+    return held_bytes(heap, lanes * layout.NUM_BYTES, layout.WORLD) + lanes * Lane.bytes_beside(layout, rank, align)
 
 
 class DirectLanes(DirectTransport, Rounds):
@@ -59,12 +51,7 @@ class DirectLanes(DirectTransport, Rounds):
         comm = config.comm
         DirectTransport.__init__(self, "ExpertParallel", memory, comm.rank, config.peer_timeout, comm.voters)
         Rounds.__init__(self, config, reason)
-        self.kernels = select_round_kernels(config.dispatch_backend, config.comm.cpu_share.threads)
-        self._scratch_bytes = 0
-        if config.dispatch_backend.name == "numba":
-            from thinwire.triton_kernels.cpu.dispatch import ids_are_experts  # it loads numba
-
-            self._scratch_bytes, self._ids_are_experts = _scratch_bytes(layout), ids_are_experts
+        self.kernels = select_round_kernels(config.dispatch_backend)
         self.lanes = [
             self.watched(
                 Lane.of(
@@ -91,8 +78,6 @@ class DirectLanes(DirectTransport, Rounds):
         self._failed: int | None = None
         self._stuck: list[bool] = [False] * self.world
         self._told_all = False  # that it ended, on every lane
-        self._waits = False  # whether a call is in a wait on the CPU
-        self._held: object = None  # what keeps memory mapped that was closed then
 
     def _lines(self, lane: int, offset: int) -> torch.Tensor:
         """The signal lines that all ranks wrote at an offset, int32 [world, words], on the host."""
@@ -196,7 +181,7 @@ class DirectLanes(DirectTransport, Rounds):
     @property
     def memory_bytes(self) -> int:
         """Symmetric memory, and what lanes and their kernels keep beside it; nothing is allocated later but results."""
-        beside = sum(lane.memory_bytes - lane.buffer.numel() + self._scratch_bytes for lane in self.lanes)
+        beside = sum(lane.memory_bytes - lane.buffer.numel() for lane in self.lanes)
         return self.memory.memory_bytes + beside
 
     def describe(self) -> str:
@@ -213,15 +198,7 @@ class DirectLanes(DirectTransport, Rounds):
             self.raise_failure(lane)
 
     def close(self) -> None:
-        """Gives the memory back. Tensors made from it stay readable.
-
-        A wait under way on the CPU, in another thread or below a signal handler, ends, and has the memory until then.
-        """
-        waits = self._waits and not self.on_gpu
-        if waits:
-            self._held = self.memory.held()
-        super().close()  # before the wait ends, which then asks in its thread whether this was closed
-        for lane in self.lanes if waits else ():
-            lane.control[signal.CONTROL_STATUS] = signal.TIMED_OUT
+        """Gives the memory back. Tensors made from it stay readable."""
+        super().close()
         self.lanes.clear()
         self._views.clear()

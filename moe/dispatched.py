@@ -34,8 +34,9 @@ ExpertRows = torch.Tensor | WireRows
 class Dispatched(OnLane, ABC):
     """Tokens that arrived for this rank's experts: one round, from `dispatch` to `combine`.
 
-    On the direct transport rows and index are the lane's own, on CUDA counts and offsets too: the next dispatch on the
-    lane overwrites them, their shapes never change, and kernels read them without synchronising with the host.
+    On the direct transport the index is the lane's own, on CUDA rows, counts and offsets too: the next dispatch on the
+    lane overwrites them, their shapes never change, and kernels read them without synchronising with the host. On CPU
+    ranks records lie in the peers' memory, and rows are a copy, made when they are first asked for.
 
     Attributes:
         rows: uint8 [records, row_bytes], the records as they arrived. Staged: by source rank, then token. Direct: one
@@ -307,7 +308,7 @@ class Dispatched(OnLane, ABC):
     def quantized(self) -> QuantizedRows:
         """What arrived, in int8 as it lies, for experts that eat int8. Does not wait for the device.
 
-        Those that make int8 rows give them to `combine` as WireRows. Rows have no gradient. On the direct transport
+        Those that make int8 rows give them to `combine` as WireRows. Rows have no gradient. On CUDA's direct transport
         they are the lane's own, like all tensors here.
 
         Raises:

@@ -20,7 +20,7 @@ class MemoryPlan:
 
     Attributes:
         transport: "direct" or "staged", and `reason` why.
-        symmetric_bytes: that peers store into, with what its heap needs beside it.
+        symmetric_bytes: that peers store into or read, with what its heap needs beside it.
         bookkeeping_bytes: what routing and kernels keep for themselves.
         backward_bytes: added by the first dispatch that wants gradients; both kinds in one.
     """
@@ -78,7 +78,7 @@ def plan_memory(
 
     >>> plan = plan_memory(8, 256, 8, 7168, 128, wire="int8", dtype=torch.bfloat16)
     >>> plan.transport, plan.symmetric_bytes, plan.bookkeeping_bytes
-    ('direct', 15009344, 172872)
+    ('direct', 15009344, 172808)
     """
     settings = ParallelSettings.of(
         num_experts, top_k, hidden_size, max_tokens, wire=wire, combine_wire=combine_wire, grad_wire=grad_wire,
@@ -96,13 +96,23 @@ def plan_memory(
         if transport == "direct":
             raise TransportUnavailable(f"ExpertParallel cannot take the direct transport: {reason}")
         return MemoryPlan("staged", reason, 0, 0, 0)
-    layout = settings.lane_layout(ranks)
-    backward = settings.of_backward.lane_layout(ranks, weight_grads=True)
-    symmetric = held_bytes(heap, lanes * layout.NUM_BYTES, ranks)
+    if heap == "cuda":
+        layout = settings.lane_layout(ranks)
+        symmetric = held_bytes(heap, lanes * layout.NUM_BYTES, ranks)
+        forward = lanes_bytes(layout, lanes, rank, align, heap)
+        backward = lanes_bytes(settings.of_backward.lane_layout(ranks, weight_grads=True), lanes, rank, align, heap)
+    else:
+        from thinwire.moe import pulled  # it loads numba
+
+        shared = settings.pulled_layout(ranks)
+        symmetric = held_bytes(heap, pulled.shared_bytes(shared, lanes, ranks), ranks)
+        forward = pulled.lanes_bytes(shared, lanes, rank, align, heap)
+        shared = settings.of_backward.pulled_layout(ranks, weight_grads=True)
+        backward = pulled.lanes_bytes(shared, lanes, rank, align, heap)
     return MemoryPlan(
         "direct",
         "as asked for" if transport == "direct" else "every rank is taken to map every peer's memory",
         symmetric,
-        lanes_bytes(layout, lanes, rank, align, heap) - symmetric,
-        lanes_bytes(backward, lanes, rank, align, heap),
+        forward - symmetric,
+        backward,
     )

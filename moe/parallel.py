@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -63,11 +62,11 @@ class ExpertParallel:
             or int8 where `hidden_size` is no multiple of 64.
         combine_wire: the combine leg's; None means `wire`.
         grad_wire: of both legs of backward; "none", or None, sends gradients in the tokens' dtype.
-        transport: `"direct"`: kernels store into the peers' memory, which is allocated here. `"staged"`: records travel
-            through the process group. `"two_level"`: direct within a host, and staged between hosts, where a token goes
-            once to each. `"auto"`: the first of direct, two levels and staged that all ranks can take, on GPUs without
-            two levels, which have run on none yet; `explain()` says why. Hosts are those of the communicator
-            (`comm.hosts`).
+        transport: `"direct"`: kernels store into the peers' memory, or on CPU ranks read it; it is allocated here.
+            `"staged"`: records travel through the process group. `"two_level"`: direct within a host, and staged
+            between hosts, where a token goes once to each. `"auto"`: the first of direct, two levels and staged that
+            all ranks can take, on GPUs without two levels, which have run on none yet; `explain()` says why. Hosts are
+            those of the communicator (`comm.hosts`).
         lanes: rounds that may be open at once.
         align: every expert's rows begin at a multiple of this in `Dispatched.tokens`.
         invariant: whether the result of `combine` is independent of where experts are. Each expert's weighted row goes
@@ -100,8 +99,6 @@ class ExpertParallel:
     >>> d.expert_counts.tolist(), y[:, 0].tolist()
     ([1, 1, 0, 1], [2.0, 1.0, 0.0])
     """
-
-    _parent: int | None = None  # the process that it is of, in one that was forked from there
 
     def __init__(
         self,
@@ -198,7 +195,7 @@ class ExpertParallel:
         """The first half of `dispatch`, with its arguments: sends this rank's part, and does not wait for the peers'.
 
         What is done until `dispatch_finish`, on other lanes too, overlaps with it. With the direct transport all of
-        this rank's tokens are in the peers' memory on return, or on CUDA on their way there. Staged ranks exchange
+        this rank's tokens are where the peers read them on return, or on CUDA on their way there. Staged ranks exchange
         counts here, which waits for all of them, and pack all records; gloo's threads or NCCL then move them. All
         arguments may be overwritten then, on CUDA by what is launched later. A later dispatch on the lane ends what was
         started, as it ends a round, on every rank. Over two levels the second halves exchange messages, too: ranks
@@ -412,7 +409,7 @@ class ExpertParallel:
             PeerTimeout: another rank was lost meanwhile; this object is as before if that was in `shrink`.
             ConfigMismatch, TransportUnavailable, CapacityError: as the constructor; the object is closed then.
         """
-        if self._parent is not None or not self.comm.closed:  # with which it ended, and may go on with another
+        if self.comm.forked or not self.comm.closed:  # with which it ended, and may go on with another
             self._require_not_closed()
         if isinstance(group, Communicator):
             comm = group
@@ -441,7 +438,7 @@ class ExpertParallel:
 
     def close(self) -> None:
         """Ends every round and gives memory back; the communicator stays open. May be called again."""
-        if self._parent is not None or self._assembly.rounds.closed:
+        if self.comm.forked or self._assembly.rounds.closed:
             return
         self.end()
         for rounds in self._assembly.all_rounds:
@@ -454,12 +451,6 @@ class ExpertParallel:
         for lane, use in enumerate(open_rounds):
             if use is not None:
                 use._how_over, open_rounds[lane] = CLOSED, None
-
-    def leave_to_parent(self) -> None:
-        """In a process that was just forked: it is closed here, and its memory is left alone."""
-        if not self._closed:
-            self.end()
-            self._parent = os.getppid()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else self.transport
@@ -490,9 +481,7 @@ class ExpertParallel:
         return self._assembly.rounds  # which may be others after that
 
     def _require_not_closed(self) -> None:
-        if self._parent is not None:
-            raise LaneError(f"this ExpertParallel is of process {self._parent}, from which this one was forked")
-        if self._closed:
+        if self._closed or self.comm.forked:
             try:
                 self.comm.require_open()
             except ThinwireError as error:

@@ -31,7 +31,7 @@ from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct import row_like
 from thinwire.moe.direct_gradients import BackwardRounds
 from thinwire.moe.dispatched import Dispatched
-from thinwire.moe.two_level_lanes import EXACT, TwoLevelLanes, TwoLevelRound
+from thinwire.moe.two_level_lanes import EXACT, TwoLevelLanes, TwoLevelTraffic
 from thinwire.triton_kernels.forward import forward_tokens
 from thinwire.triton_kernels.launch import kept
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, Lane, RoundLayout
@@ -279,7 +279,7 @@ class RailBackward(RailRounds, BackwardRounds):
     """Those on which gradients travel."""
 
 
-class _Round(TwoLevelRound):
+class _Round(TwoLevelTraffic):
     _rounds: RailRounds
 
     def _far_dispatch(self) -> Traffic:

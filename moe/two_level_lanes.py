@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -145,14 +146,14 @@ class TwoLevelLanes(DirectRounds):
         return f"{super().describe()}; hosts: {describe(self.config.comm.hosts)}"
 
 
-class TwoLevelRound(DirectRound):
-    """A round on such a lane."""
+class TwoLevelTraffic(DirectRound):
+    """What a round of two levels sends: to ranks of its host, and to other hosts."""
 
-    _rounds: TwoLevelLanes
+    _rounds: Any  # with `host` and `takers`
 
     @property
     def dispatch_traffic(self) -> Traffic:
-        """What went to the host's ranks, and to other hosts."""
+        """What went to the host's ranks, and to other hosts; see `Dispatched`."""
         self._require_latest()
         config, members = self._rounds.config, len(self._rounds.config.comm.hosts[self._rounds.host])
         counts = SendPlan.of(self._sent_ids(), config.num_experts, config.comm.size).counts

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -172,18 +173,21 @@ def test_a_rank_that_compiles_for_longer_than_the_timeout_is_waited_for(mode: st
 
 @pytest.mark.skipif(not HAS_NUMBA, reason="numba compiles kernels for the CPU")
 def test_the_clock_of_a_wait_starts_when_its_own_kernel_is_compiled() -> None:
-    from thinwire.triton_kernels.cpu.signal import ARRIVED, GAVE_UP, PAUSED, run_wait
+    from thinwire.comm import shared
 
-    calls = []
+    calls: list[object] = []
 
-    def kernel(deadline: int, limit: int) -> int:
-        calls.append(deadline)
+    def kernel(*_: object) -> int:
+        calls.append(None)
         if len(calls) == 1:
-            time.sleep(0.5)
-            return PAUSED
-        return GAVE_UP if time.monotonic_ns() > deadline else ARRIVED
+            time.sleep(0.5)  # as if it were compiled
+        return shared.lines.LATE if len(calls) < 4 else shared.lines.ARRIVED
 
-    assert run_wait(kernel, 0.4, 0.0, mock.Mock(), list) == ARRIVED
+    board = object.__new__(shared.Board)
+    board.address, board.looks, board.late = 0, 1, np.zeros(2, np.int64)
+    with mock.patch.object(shared.lines, "wait_kernel", kernel):
+        assert not board.look(0, 0, 0.4)
+        assert board.wait(0, 0, 0.4, lambda peers: [], lambda: False)
 
 
 def test_one_of_the_processes_of_a_parent_speaks_for_all() -> None:

@@ -32,7 +32,6 @@ DISPATCH, COMBINE = 0, 1
 SIGNAL_TOKENS, SIGNAL_DTYPE = 1, 2  # of a dispatch line: how many tokens the source has, and their dtype and tag
 REFUSED = -(2**31)  # for a number of tokens: the source was given some that it cannot send, and raised
 SIGNAL_END = 1  # of a combine line: how the source ended the round, one of the three that follow
-SIGNAL_PARTS = 2  # and on the CPU how many parts of its sums are there, by `parts_word`
 ABANDONED, WITH_SUMS, LEFT_OPEN = range(3)  # the last: a later dispatch closed it, so its sums are missing
 
 # Words of a lane's control block and of its report, beside those of `thinwire.triton_kernels.signal`.
@@ -195,11 +194,9 @@ class Lane(End):
         positions: int64 [world * max_tokens, top_k], the rows of each record in ascending expert id, -1 behind them.
         weights: float32 [world * max_tokens, top_k], their router weights.
         scratch: int32 [chunks, local experts], what routing notes for itself.
-        seen: int64 [world], zero at first, what the CPU's kernels found out about storing at each rank.
         home_ptrs: int64 [world], where each rank's sums come home: an address from which SUMS and WEIGHT_GRADS count.
             It is `buffer_ptrs`, where they come home to the rank itself.
         message: int8 [bytes], what other hosts get of Triton's kernels, if there are any.
-        tokens_dtype: of the tokens, as dispatch lines name it, where rows that are sent here have another; else None.
     """
 
     layout: RoundLayout
@@ -212,10 +209,8 @@ class Lane(End):
     positions: torch.Tensor
     weights: torch.Tensor
     scratch: torch.Tensor
-    seen: torch.Tensor
     home_ptrs: torch.Tensor
     message: torch.Tensor | None = None
-    tokens_dtype: torch.dtype | None = None
 
     @classmethod
     def of(
@@ -280,7 +275,6 @@ class Lane(End):
             "positions": ((slots, layout.TOP_K), torch.int64, -1),
             "weights": ((slots, layout.TOP_K), torch.float32, 0),
             "scratch": ((layout.WORLD * -(-layout.MAX_TOKENS // layout.chunk), local), torch.int32, 0),
-            "seen": ((layout.WORLD,), torch.int64, 0),
         }
 
     @classmethod
@@ -292,7 +286,7 @@ class Lane(End):
         ...     world=8, num_experts=256, top_k=8, hidden=7168, max_tokens=128, wire=wire, combine_wire=wire
         ... )
         >>> Lane.bytes_beside(layout, rank=0, align=1)
-        172872
+        172808
         """
         tensors = cls._tensors_beside(layout, rank, align).values()
         given = (CONTROL_WORDS + report_words(layout.WORLD)) * torch.int32.itemsize

@@ -96,7 +96,7 @@ class ResultMemory:
             self._most_bytes = available_bytes() // (4 * self._ranks)
         block = self._claim(num_bytes) or _Block(_rounded(num_bytes))
         octets = block.lend(num_bytes)
-        # Back again, as the one used last. An exception from outside that comes before costs the block, and no more.
+        # Back again, as the one used last.
         self._blocks[block] = True
         self._forget_excess()
         return octets

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from thinwire.fused.codec import quantize as quantize
     from thinwire.fused.ddp import AllReduceState as AllReduceState
     from thinwire.fused.ddp import all_reduce_hook as all_reduce_hook
-    from thinwire.fused.empty import empty as empty
     from thinwire.fused.exchange_plan import ExchangePlan as ExchangePlan
     from thinwire.fused.int8_reduce import int8_all_to_all_reduce as int8_all_to_all_reduce
     from thinwire.fused.redistribute import redistribute as redistribute
@@ -58,7 +57,6 @@ _MODULES = {
     "fused.all_to_all": "all_to_all_v",
     "fused.codec": "WireRows dequantize quantize",
     "fused.ddp": "AllReduceState all_reduce_hook",
-    "fused.empty": "empty",
     "fused.exchange_plan": "ExchangePlan",
     "fused.int8_reduce": "int8_all_to_all_reduce",
     "fused.redistribute": "redistribute",

@@ -32,10 +32,9 @@ import contextlib
 import functools
 import inspect
 import itertools
-import os
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -56,14 +55,7 @@ _numbers = itertools.count(1)
 _objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-class Registered(Protocol):
-    """An object that operators find, and that belongs to one process."""
-
-    def leave_to_parent(self) -> None:
-        """In a process that was just forked: nothing that peers or the parent could notice comes of it from now on."""
-
-
-def register(found_by_operators: Registered) -> int:
+def register(found_by_operators: object) -> int:
     """The number by which operators find an object, for as long as somebody holds it. To be called when it is whole."""
     handle = next(_numbers)
     _objects[handle] = found_by_operators
@@ -73,15 +65,6 @@ def register(found_by_operators: Registered) -> int:
 def registered(handle: int) -> Any:
     """The object of a number; None if it is gone, or the number another process's."""
     return _objects.get(handle)
-
-
-def _leave_all_to_parent() -> None:
-    for each in list(_objects.values()):
-        each.leave_to_parent()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 _parameters: dict[str, list[str]] = {}

@@ -25,7 +25,6 @@ from benchmarks import (
     bench_flight_recorder,
     bench_mpi,
     bench_small,
-    bench_threads,
     bench_wait,
     compare,
     timing,
@@ -44,8 +43,6 @@ FEW = ["--repeats", "2", "--sample-seconds", "0"]
             pytest.mark.exhaustive]),
         pytest.param("bench_flight_recorder", FEW, 8, marks=[pytest.mark.exhaustive]),
         pytest.param("bench_small", [*FEW, "--ranks", "2", "--mode", "thread"], None, marks=[pytest.mark.exhaustive]),
-        pytest.param("bench_threads", [*FEW, "--mebibytes", "1", "8", "--ways", "own", "straight"], None, marks=[
-            pytest.mark.exhaustive]),
         pytest.param("bench_wait", ["--repeats", "3"], 2 * len(bench_wait.LATE), marks=[pytest.mark.exhaustive]),
         pytest.param("bench_result_memory", ["--tokens", "512", "--hidden", "2048", "--repeats", "3"], 12, marks=[
             pytest.mark.exhaustive]),
@@ -101,10 +98,6 @@ def test_ratios_and_differences_are_those_within_rounds() -> None:
     among = {"copy of a row": [1e-6, 2e-6, 8e-6], "round, 16 tokens": [3e-6, 6e-6, 24e-6]}
     copy, of_tokens = bench_small.figures(2, "process", {"among": among, "alone": among})
     assert copy["copies"] == 1 and of_tokens["copies"] == pytest.approx(3) and of_tokens["goal"] == 250
-    times = {"1": [2.0, 4.0, 8.0], "4": [1.0, 2.0, 2.0], "2": [1.0, 2.0, 4.0], "copy": [0.5, 1.0, 2.0]}
-    two, four = bench_threads.figures("own", "int8", 64, times)
-    assert (two["threads"], two["x"], two["quartiles"], two["copy"]) == (2, 2.0, "2.00-2.00", 0.5)
-    assert (four["threads"], four["x"], four["ms"]) == (4, 2.0, 4000.0)
 
 
 def test_a_call_is_behind_by_what_it_takes_longer_after_the_late_rank_came_than_when_both_come_at_once() -> None:

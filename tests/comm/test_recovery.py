@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +17,10 @@ import torch.distributed as dist
 import thinwire as tw
 from tests.helpers.files import open_files
 from tests.helpers.mortal import TIMEOUT, die, ranks, tell, wait_for
-from tests.helpers.speeds import exhaustive_but
 from thinwire.comm import Communicator, communicator
 from thinwire.comm.agreement.standby import Meeting, Standby
 from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
+from thinwire.fused.pulled_legs import NAME
 from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
@@ -419,7 +418,7 @@ def call_in_different_places(comm: Communicator) -> tuple[object, ...]:
     part = comm.split(groups=[range(comm.size)])
     tw.all_reduce(torch.ones(30), transport="direct", comm=part)
     part._exchange.timeout = 1.0
-    part.attached("collectives").timeout = 1.0
+    part.attached(NAME).timeout = 1.0
     comm.barrier()
     with pytest.raises(PeerTimeout) as caught:
         if comm.rank == 2:
@@ -434,44 +433,6 @@ def call_in_different_places(comm: Communicator) -> tuple[object, ...]:
 @pytest.mark.parametrize("mode", [pytest.param("process", marks=pytest.mark.exhaustive), "thread"])
 def test_ranks_that_wait_in_different_places_take_nobody_for_lost(mode: str) -> None:
     assert run_ranks(call_in_different_places, 3, mode=mode) == [((), True, 3)] * 3
-
-
-def interrupt_a_vote(comm: Communicator, operation: str) -> None:
-    part = comm.split(groups=[range(comm.size)])
-    x = torch.ones(2, 64)
-    if operation == "dispatch":
-        ep = tw.ExpertParallel(part, 2, 1, 64, 2, transport="direct", timeout=0.3)
-        direct: Any = ep._assembly.rounds
-    else:
-        function = getattr(tw, operation)
-        function(x, transport="direct", comm=part)
-        direct = part.attached({"all_reduce": "collectives"}.get(operation, operation))
-
-    def call() -> None:
-        if operation == "dispatch":
-            ep.dispatch(x, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
-        else:
-            function(x, transport="direct", comm=part)
-
-    if comm.rank == 0:
-        direct.timeout = 0.3
-        if operation == "all_to_all_v":
-            direct._call[direct._kernels.SCALARS.index("timeout")] = 300_000_000
-        direct._voters = SimpleNamespace(end=_interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            call()
-        with pytest.raises(ThinwireError, match="has ended at this rank, as KeyboardInterrupt"):
-            call()
-    comm.barrier()
-
-
-def _interrupted(*arguments: object) -> None:
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("operation", exhaustive_but(["all_reduce"], ["dispatch", "all_reduce", "all_to_all_v"]))
-def test_an_interrupt_in_a_vote_ends_the_communicator(operation: str) -> None:
-    run_ranks(interrupt_a_vote, 2, operation, mode="thread")
 
 
 def lose_two(comm: Communicator) -> tuple[int, ...]:

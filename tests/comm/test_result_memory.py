@@ -265,23 +265,6 @@ def test_a_block_that_another_thread_took_since_it_was_seen_idle_is_left_to_it()
     assert len(memory._blocks) == 2 and all(block.in_use for block in memory._blocks)
 
 
-@pytest.mark.parametrize("name", ["_claim", "_forget_excess"])
-def test_an_interrupt_costs_one_block_at_most(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = ResultMemory()
-    new(memory)
-    step = getattr(ResultMemory, name)
-
-    def interrupted(*arguments: object) -> None:
-        step(*arguments)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(ResultMemory, name, interrupted)
-        new(memory)
-    again = new(memory).data_ptr()
-    assert new(memory).data_ptr() == again and memory.num_bytes == next(iter(memory._blocks)).num_bytes
-
-
 def test_after_close_nothing_is_kept() -> None:
     memory = ResultMemory()
     result = new(memory)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import operator
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -205,46 +201,6 @@ def what_is_held() -> tuple[int, int, int]:
 def test_a_split_that_is_dropped_leaves_nothing() -> None:
     for first, second in run_ranks(drop_splits, 2):
         assert all(later <= earlier for earlier, later in zip(first, second, strict=True)) and second[2] == 1
-
-
-def close_on_signal(comm: Communicator, module: str, name: str, make: Callable[[Communicator], Any]) -> str:
-    """What comes of `make` where a handler closes the communicator just before a call of that function."""
-    owner = comm.split(groups=[[0, 1]])  # of its process group, which ends with it
-    signal.signal(signal.SIGUSR2, lambda number, frame: owner.close())
-    target = importlib.import_module(module)
-    function = getattr(target, name)
-
-    def interrupted(*arguments: Any, **options: Any) -> Any:
-        signal.raise_signal(signal.SIGUSR2)
-        return function(*arguments, **options)
-
-    with mock.patch.object(target, name, interrupted), pytest.raises(ThinwireError) as caught:
-        make(owner)
-    return str(caught.value)
-
-
-def split_in_two(comm: Communicator) -> Communicator:
-    return comm.split(groups=[[0], [1]])
-
-
-def make_experts(comm: Communicator) -> ExpertParallel:
-    return ExpertParallel(comm, 2, 1, 64, 8)
-
-
-@pytest.mark.parametrize(
-    ("function", "make", "told"),
-    [
-        ("thinwire.comm.communicator.new_group", split_in_two, "closed"),
-        ("thinwire.comm.exchange._message_tag", split_in_two, "closed while an exchange began"),
-        ("thinwire.comm.exchange._message_tag", make_experts, "closed while an exchange began"),
-        ("thinwire.fused.transport.allocate", make_experts, "closed"),
-    ],
-)
-def test_a_handler_that_closes_the_communicator_meanwhile_gives_a_named_error(
-    function: str, make: Callable[[Communicator], Any], told: str
-) -> None:
-    for text in run_ranks(close_on_signal, 2, *function.rsplit(".", 1), make):
-        assert told in text
 
 
 def odd_arguments(comm: Communicator) -> None:

@@ -29,6 +29,7 @@ from thinwire.errors import CapacityError, ConfigMismatch, CountsError, PeerTime
 from thinwire.fused import transport
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v, open_channel
+from thinwire.fused.pulled_legs import NAME, PulledLegs, open_legs
 from thinwire.fused.transport import Staged, open_direct
 from thinwire.testing import run_ranks
 from thinwire.wire import WireFormat
@@ -78,7 +79,7 @@ def _says_why(comm: Communicator) -> list[str]:
 
 def test_one_rank_that_cannot_makes_all_take_the_staged_transport_and_say_so() -> None:
     reason = "it needs the numba backend and THINWIRE_BACKEND=torch on rank 1"
-    expected = [f"all_to_all_v cannot take the direct transport: {reason}", f"all_to_all_v: staged, as {reason}"]
+    expected = [f"all_to_all_v cannot take the direct transport: {reason}", f"{NAME}: staged, as {reason}"]
     assert run_ranks(_says_why, 2, timeout=120) == [expected] * 2
 
 
@@ -101,9 +102,9 @@ def _on_amd(comm: Communicator) -> None:
         told = comm.explain()
         for name in ("all_to_all_v", "all_reduce"):
             assert f"{name}: staged, as the direct transport is not proven on AMD GPUs" in told
-        assert not said and comm.attached("all_to_all_v") is None
+        assert not said and comm.attached(NAME) is None
         all_to_all_v(x, [2, 2], comm=comm, transport="direct")
-        assert "all_to_all_v: direct" in comm.explain()
+        assert f"{NAME}: direct" in comm.explain()
     assert [str(warning.message) for warning in said] == [f"all_to_all_v: {why}"]
 
 
@@ -119,7 +120,7 @@ def _explained(comm: Communicator) -> str:
 
 
 def test_the_choice_is_explained() -> None:
-    line = "  all_to_all_v: direct, 3.0 MiB of symmetric memory, pieces of 262144 bytes"
+    line = f"  {NAME}: direct, 4.0 MiB of shared memory, pieces of 524288 bytes"
     assert run_ranks(_explained, 2, mode="thread") == [line] * 2
 
 
@@ -134,9 +135,9 @@ def test_ranks_with_other_pieces_are_told() -> None:
 
 
 def _wide_records(comm: Communicator) -> None:
-    wire = WireFormat("int8", 128, 1 << 19)
+    wire = WireFormat("int8", 128, 1 << 20)
     x = torch.randn(2 * comm.size, 1024)
-    with pytest.raises(CapacityError, match="a record of 1024 elements takes 524288 bytes"):
+    with pytest.raises(CapacityError, match="a record of 1024 elements takes 1048576 bytes"):
         all_to_all_v(x.view(-1), comm=comm, wire=wire)
     results = [all_to_all_v(x, comm=comm, wire=wire, transport=transport) for transport in ("direct", "staged")]
     assert_same_bits("long records", results[0], results[1])  # type: ignore[arg-type]
@@ -315,13 +316,16 @@ def _other_first_calls(comm: Communicator) -> str:
 
 
 def test_ranks_whose_first_direct_calls_are_of_other_operations_are_told_which() -> None:
-    for told in run_ranks(_other_first_calls, 2, mode="thread"):
-        assert told.startswith("ConfigMismatch: ") and "collectives" in told and "all_to_all_v" in told
+    reduces, moves = run_ranks(_other_first_calls, 2, mode="thread")
+    assert reduces.startswith("ConfigMismatch: the ranks do different things:\n  rank 0: all_reduce of 8 float32")
+    assert reduces.endswith("rank 1: all_to_all_v")
+    assert moves.startswith("CountsError: rank 0 is in all_reduce of 8 float32") and "rank 1 in all_to_all_v" in moves
 
 
 def _looks(comm: Communicator) -> int:
-    channel: Any = open_channel(comm)
-    return int(channel._call[channel._kernels.SCALARS.index("looks")])
+    legs = open_legs(comm)
+    assert isinstance(legs, PulledLegs)
+    return legs.board.looks
 
 
 @pytest.mark.parametrize(
@@ -329,7 +333,7 @@ def _looks(comm: Communicator) -> int:
     [([[0], [0]], True), ([[0], [1]], False), ([[3, 5], [3, 5]], False)],
     ids=["of one core", "bound to a core each", "of two cores"],
 )
-def test_ranks_yield_at_once_where_they_outnumber_cores(
+def test_ranks_look_once_where_they_outnumber_cores(
     cores: list[list[int]], crowded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_ranks = cores.copy()

@@ -1,14 +1,16 @@
-"""A call that `close` cuts off: peers who still need something of it hear at once, others notice nothing."""
+"""A call that `close`, an interrupt or a rank's end cuts off: who still needs something of it hears at once."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,14 +20,25 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 import torch
 
 import thinwire as tw
-from tests.fused.test_empty import channel_of
 from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import PeerTimeout, ThinwireError
+from thinwire.fused.all_to_all import open_channel
+from thinwire.fused.channel import RecvBuffer
+from thinwire.fused.counts import receive_segments, send_segments
+from thinwire.fused.pulled_legs import PulledLegs, memory_bytes, open_legs
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels.cpu.all_to_all_v import SCALARS
+from thinwire.triton_kernels.cpu import pull
+from thinwire.wire import WireFormat
+from verification.corruption.words import memories
 
-MUCH = 400  # rows that take more pieces than a ring has room for
+MUCH = 400  # rows that take more pieces than a rank may be ahead
+
+
+def channel_of(comm: Communicator) -> None:
+    """Makes it, with pieces of a few rows."""
+    open_channel(comm, piece_bytes=4608)
+
 
 # What rank 0 sends rank 1, what comes back, and whether rank 1 knows how much it gets.
 NEEDS = {"rows": (1, MUCH, True), "room": (MUCH, 1, True), "room for any number": (MUCH, 1, False)}
@@ -121,56 +134,6 @@ def test_who_is_late_is_not_blamed_by_ranks_that_give_up_as_another_left() -> No
     assert [outcome for outcome, _ in found[:3]] == [(1,), (), (1,)]
 
 
-def _closed_before_the_kernel(comm: Communicator) -> None:
-    channel: Any = channel_of(comm)
-    x, rows = torch.ones(2 * MUCH, 64), [MUCH] * 2
-
-    def call() -> None:
-        tw.all_to_all_v(x, rows, rows, wire="none", comm=comm)
-
-    call()
-    require_usable = channel.require_usable
-
-    def require_and_close() -> None:
-        require_usable()
-        comm.close()
-
-    comm.barrier()
-    if comm.rank == 0:
-        channel.require_usable = require_and_close  # what comes last before the kernel, of what looks at no memory
-        with pytest.raises(ThinwireError, match="the communicator was closed while this call was under way"):
-            call()
-        assert channel.open_epoch() == 1, "the kernel has begun a call in memory that is not there any more"
-
-
-def test_a_call_that_has_not_come_to_its_kernel_ends_too() -> None:
-    run_ranks(_closed_before_the_kernel, 2, mode="thread", timeout=20)
-
-
-def _closed_with_a_place(comm: Communicator) -> None:
-    out = tw.empty(2 * MUCH, 64, comm=comm)
-    channel, tensors = comm.attached("all_to_all_v"), comm.attached("empty")
-    assert list(comm._attachments).index("empty") < list(comm._attachments).index("all_to_all_v"), "is closed first"
-    x, rows = torch.ones(2 * MUCH, 64), [MUCH] * 2
-    comm.barrier()
-    if comm.rank == 0:
-        words = channel._call[SCALARS.index("regions") :][:2].tolist()
-        held = [weakref.ref(channel._regions), weakref.ref(tensors._regions[0].memory.buffer_ptrs)]
-        work = tw.all_to_all_v(x, rows, rows, out=out, wire="none", comm=comm, async_op=True)
-        comm.close()
-        assert words[1] == 1 and channel._call[SCALARS.index("regions") :][:2].tolist() == words
-        assert all(kept() is not None for kept in held), "the kernel may be storing there"
-        with pytest.raises(ThinwireError, match="the communicator was closed while this call was under way"):
-            work.wait()
-        del work
-        gc.collect()
-        assert held[1]() is None
-
-
-def test_what_a_call_stores_straight_into_stays_until_it_is_over() -> None:
-    run_ranks(_closed_with_a_place, 2, mode="thread", timeout=20)
-
-
 def _closed_meanwhile(comm: Communicator, name: str, by: str) -> None:
     channel_of(comm)
     x, rows = torch.ones(2 * MUCH, 64), [MUCH] * 2
@@ -205,3 +168,114 @@ def _closed_meanwhile(comm: Communicator, name: str, by: str) -> None:
 @pytest.mark.parametrize("name", ["all_to_all_v", "all_reduce"])
 def test_who_closes_it_while_the_call_waits_ends_it(name: str, by: str) -> None:
     run_ranks(_closed_meanwhile, 2, name, by, timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [("all_to_all_v", "send_kernel"), ("all_to_all_v", "take_kernel"), ("all_reduce", "whole_kernel")],
+)
+def test_memory_stays_mapped_for_the_kernel_that_is_at_work(
+    name: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, x = getattr(pull, kernel), torch.ones(2, 64)
+
+    def closed_meanwhile(*arguments: Any) -> int:
+        comm.close()
+        gc.collect()
+        assert held() is not None
+        return int(run(*arguments))
+
+    monkeypatch.setattr(pull, kernel, closed_meanwhile)
+    with tw.init() as comm:
+        legs: Any = open_legs(comm)
+        held = weakref.ref(legs.board)
+        with contextlib.suppress(ThinwireError):  # it may have been all that was left to do
+            if name == "all_reduce":
+                tw.all_reduce(x, comm=comm, transport="direct")
+            else:
+                tw.all_to_all_v(x, comm=comm, async_op=True).wait()  # type: ignore[union-attr]
+        gc.collect()
+        assert legs.closed and held() is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Interrupts, and ranks that end
+
+
+class Interrupted(Exception):
+    """What a signal handler might raise."""
+
+
+def throw(error: type[BaseException], number: int, frame: FrameType | None) -> None:
+    raise error
+
+
+def interrupted(comm: Communicator) -> None:
+    """A signal handler that raises ends the communicator in whatever waits; the peer is told at once."""
+    counts = [300, 300]
+    x = torch.ones(600, 64)
+    calls: list[Callable[[Communicator], object]] = [
+        lambda short: tw.all_to_all_v(x, counts, counts, wire="none", comm=short),
+        lambda short: tw.all_to_all_v(x, counts, wire="int8", comm=short),
+        lambda short: tw.all_reduce(x, comm=short, transport="direct"),
+        lambda short: tw.all_to_all_v(x, counts, wire="none", comm=short, async_op=True).wait(),  # type: ignore[union-attr]
+        lambda short: (tw.all_to_all_v(x, counts, wire="none", comm=short, async_op=True), short.barrier()),
+    ]
+    for number, call in enumerate(calls):
+        comm.barrier()
+        error = (KeyboardInterrupt, Interrupted)[number % 2]
+        with comm.split(groups=[[0, 1]]) as short:
+            channel_of(short)
+            short.barrier()
+            if comm.rank == 1:
+                time.sleep(0.3)
+                begun = time.monotonic()
+                with pytest.raises(PeerTimeout) as caught:
+                    call(short)
+                assert caught.value.ranks == (0,) and time.monotonic() - begun < 8, number
+                continue
+            before = signal.signal(signal.SIGALRM, partial(throw, error))
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(error):
+                call(short)
+            signal.signal(signal.SIGALRM, before)
+            for again in calls:
+                with pytest.raises(ThinwireError, match=f"{error.__name__} came in the middle of a call"):
+                    again(short)
+
+
+def test_an_interrupt_in_the_middle_of_a_call_ends_the_communicator() -> None:
+    run_ranks(interrupted, 2, timeout=120)
+
+
+def test_who_ends_with_its_part_done_is_no_loss_while_another_is_late() -> None:
+    legs = [PulledLegs(memory, rank, 640, True, 20.0) for rank, memory in enumerate(memories(memory_bytes(3, 640)))]
+    x = torch.ones(3, 64)
+
+    def begin(rank: int) -> Callable[[], torch.Tensor]:
+        placed = RecvBuffer(receive_segments([1] * 3, None, None), torch.zeros(3, 64))
+        call: Any = SimpleNamespace(
+            tail=x.shape[1:], sends=send_segments([1] * 3, None, 3), receives=None, wire=WireFormat("none"), route=None
+        )
+        return legs[rank].rows.begin(None, call, x, placed, None, False)  # type: ignore[arg-type]
+
+    def find_ended(peers: Sequence[int]) -> list[int]:
+        if 1 in peers:  # between two looks it does its part, and ends
+            begin(1)
+            threading.Timer(0.2, begin, [2]).start()
+            return [1]
+        return []
+
+    end = begin(0)
+    legs[0]._find = find_ended  # type: ignore[assignment]
+    assert torch.equal(end(), x)
+
+
+def test_a_pending_call_outlives_what_its_caller_forgets() -> None:
+    comm: Communicator | None = tw.init()
+    x = torch.ones(4, 4)
+    work: Any = tw.all_to_all_v(x, [4], wire="none", comm=comm, transport="direct", async_op=True)
+    comm = None
+    gc.collect()
+    assert torch.equal(work.wait(), x)
+    tw.init().close()

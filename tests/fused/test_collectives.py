@@ -7,7 +7,6 @@ import re
 import time
 from unittest import mock
 
-import numpy as np
 import pytest
 
 pytest.importorskip("numba", reason="the CPU kernels need numba")
@@ -33,15 +32,16 @@ from thinwire.errors import (
 from thinwire.fused.all_gather import all_gather, all_gather_v
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.collective import DirectCollectives, open_collectives
+from thinwire.fused.pulled_legs import PulledLegs, open_legs
 from thinwire.fused.reduce_scatter import reduce_scatter
 from thinwire.testing import RankError, run_ranks
-from thinwire.triton_kernels.signal import CONTROL_EPOCH
+from thinwire.triton_kernels.cpu.pull import aligned_slots
 from thinwire.wire import WireFormat
 
 MODES = ("process", "thread")
 TRANSPORTS = ("direct", "staged")
-#: A slot that holds one record of 4096 float32 elements: longer messages go in chunks.
-SMALL_SLOT = 16384
+#: A piece that holds one record of 4096 float32 elements: longer messages go in chunks.
+SMALL_PIECE = 16384
 SIZES = (1, 127, 1024, 3 * 1024 + 5, 4 * 4096 + 1, 50_000)
 
 
@@ -53,8 +53,7 @@ def _tensors(seed: int, world: int, shape: tuple[int, ...], dtype: torch.dtype) 
 
 def _through_wires(comm: Communicator, seed: int) -> None:
     rng = random.Random(seed)
-    opened = open_collectives(comm, SMALL_SLOT)
-    assert isinstance(opened, DirectCollectives), opened
+    open_legs(comm, piece=SMALL_PIECE)
     none = WireFormat("none")
     for number, spec in enumerate(WIRES):
         wire, dtype = WireFormat.parse(spec), DTYPES[(number + seed) % 3]
@@ -87,30 +86,8 @@ def test_every_wire_gives_the_computed_bits(mode: str, world: int) -> None:
     run_ranks(_through_wires, world, world, mode=mode)
 
 
-def _to_peers_seen(comm: Communicator, seen: int) -> None:
-    opened = open_collectives(comm)
-    assert isinstance(opened, DirectCollectives), opened
-    opened._end.kept.setdefault("seen", np.zeros(comm.size, np.int64))[:] = seen
-    for spec, dtype in (("int8", torch.float32), ("none", torch.float32), ("int4", torch.bfloat16)):
-        wire, tensors = WireFormat.parse(spec), _tensors(7, comm.size, (comm.size * 20_001,), dtype)
-        got = all_reduce(tensors[comm.rank], wire=wire, comm=comm, transport="direct")
-        assert_same_bits(f"all_reduce {spec}", all_reduced(tensors, wire, wire), got)
-        got = reduce_scatter(tensors[comm.rank], wire=wire, comm=comm, transport="direct")
-        assert_same_bits(f"reduce_scatter {spec}", reduce_scattered(tensors, wire, comm.rank), got)
-        if wire.quantized:
-            got = all_gather(tensors[comm.rank], wire=wire, comm=comm, transport="direct")
-            assert_same_bits(f"all_gather {spec}", all_gathered(tensors, wire), got)
-    kept = opened._end.kept["seen"].tolist()
-    assert kept == [seen] * comm.size or not seen and any(kept)  # kernels go by these, and look for themselves
-
-
-@pytest.mark.parametrize("seen", [1 << 62, (1 << 62) + 1, 0], ids=["near", "far", "a look"])
-def test_bits_are_the_same_to_near_peers_and_to_far_ones(seen: int) -> None:
-    run_ranks(_to_peers_seen, 2, seen, mode="thread")
-
-
 def _through_interpreted_kernels(comm: Communicator) -> None:
-    opened = open_collectives(comm, SMALL_SLOT)
+    opened = open_collectives(comm, SMALL_PIECE)
     assert isinstance(opened, DirectCollectives), opened
     for number, (spec, gather) in enumerate(
         (("int8", "int8"), ("int8:row", "none"), ("none", "none"), ("int4", "fp8"))
@@ -319,39 +296,36 @@ def test_the_direct_path_makes_no_process_group_call() -> None:
 
 def _poisoned(comm: Communicator) -> None:
     """All slots are overwritten before every call: what is read was sent in this call."""
-    opened = open_collectives(comm, SMALL_SLOT)
-    assert isinstance(opened, DirectCollectives)
-    opened._end.control[CONTROL_EPOCH] = 2**31 - 4  # and the number of the leg wraps
-    for half in range(2):
-        first = opened.layout.HEADERS + half * comm.size * 64
-        opened._end.buffer[first : first + comm.size * 64].view(torch.int32)[::16] = 2**31 - 4
+    legs = open_legs(comm, piece=SMALL_PIECE)
+    assert isinstance(legs, PulledLegs)
+    slots = legs.memory.local[aligned_slots(legs.board.num_bytes) :]
     wire = WireFormat.parse("int8+h64")
+
+    def poison() -> None:
+        comm.barrier()
+        slots[:] = 0xFF
+        comm.barrier()
+
     for seed in range(6):
         tensors = _tensors(seed, comm.size, (comm.size * 30, 301), torch.float32)
-        comm.barrier()
-        opened._end.buffer[opened.layout.HALVES :] = 0xFF
-        comm.barrier()
+        poison()
         got = all_reduce(tensors[comm.rank], comm=comm)
         assert_same_bits("all_reduce", all_reduced(tensors, wire, wire), got)
-        comm.barrier()
-        opened._end.buffer[opened.layout.HALVES :] = 0xFF
-        comm.barrier()
+        poison()
         got = reduce_scatter(tensors[comm.rank], comm=comm)
         assert_same_bits("reduce_scatter", reduce_scattered(tensors, wire, comm.rank), got)
         got = all_gather(tensors[comm.rank], comm=comm)
         assert_same_bits("all_gather", all_gathered(tensors, wire), got)
-    assert int(opened._end.control[CONTROL_EPOCH]) < 0
 
 
-def test_nothing_is_read_that_was_not_sent_and_legs_wrap() -> None:
+def test_nothing_is_read_that_was_not_sent() -> None:
     run_ranks(_poisoned, 3)
 
 
 def _in_a_hurry(comm: Communicator) -> None:
     """Calls of changing kinds back to back, with ranks that sleep between them at random."""
     rng, shared = random.Random(comm.rank), random.Random(99)
-    opened = open_collectives(comm, SMALL_SLOT)
-    assert isinstance(opened, DirectCollectives)
+    open_legs(comm, piece=SMALL_PIECE)
     for number in range(60):
         wire = WireFormat.parse(shared.choice(("int8", "int4", "none")))
         op, rows = shared.randrange(3), shared.randrange(1, 40)
@@ -453,7 +427,7 @@ def _one_fails(comm: Communicator) -> None:
     comm.barrier()
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "all_gather_v", "reduce_scatter", "all_to_all_v"])
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all_v"])
 def test_the_first_lines_tell_the_quantised_collective_from_the_exact_one_of_its_name(name: str) -> None:
     quantised, exact = (getattr(of, name).__doc__.strip().partition("\n")[0] for of in (tw, tw.Communicator))
     assert quantised.startswith("Quantised") and f"`Communicator.{name}` is exact" in quantised

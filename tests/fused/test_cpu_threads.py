@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -17,11 +16,10 @@ from thinwire.fused.all_gather import all_gather
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.codec import _SHARED_BYTES, dequantize, quantize
-from thinwire.fused.empty import empty
 from thinwire.fused.reduce_scatter import reduce_scatter
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels.cpu import team
+from thinwire.triton_kernels.cpu import pack
 
 WORLD = 8
 Call = Callable[[Communicator], list[torch.Tensor]]
@@ -39,25 +37,6 @@ def staged_rows(comm: Communicator) -> list[torch.Tensor]:
     return [received]
 
 
-def direct_rows(comm: Communicator) -> list[torch.Tensor]:
-    counts = [(comm.rank + peer) % 4 for peer in range(WORLD)]
-    x = values(comm, sum(counts), 20_000)
-    results = []
-    for wire in ("int8", "none"):
-        for options in ({"recv_counts": counts}, {}):
-            received = all_to_all_v(x, counts, comm=comm, wire=wire, transport="direct", **options)
-            assert isinstance(received, torch.Tensor)
-            results.append(received)
-    return results
-
-
-def direct_into_outputs(comm: Communicator) -> list[torch.Tensor]:
-    counts = [(comm.rank + peer) % 4 for peer in range(WORLD)]
-    x, out = values(comm, sum(counts), 50_000), empty(sum(counts), 50_000, comm=comm)
-    all_to_all_v(x, counts, counts, out=out, comm=comm, wire="none", transport="direct")
-    return [out.clone()]
-
-
 def staged_gather(comm: Communicator) -> list[torch.Tensor]:
     return [all_gather(values(comm, 12, 300), comm=comm, wire="int8", transport="staged")]
 
@@ -72,10 +51,6 @@ def staged_reduce(comm: Communicator) -> list[torch.Tensor]:
 
 def staged_round(comm: Communicator) -> list[torch.Tensor]:
     return round_of(comm, "staged")
-
-
-def direct_round(comm: Communicator) -> list[torch.Tensor]:
-    return round_of(comm, "direct")
 
 
 def round_of(comm: Communicator, transport: str) -> list[torch.Tensor]:
@@ -103,20 +78,18 @@ def values(comm: Communicator, *shape: int) -> torch.Tensor:
         staged_scatter,
         staged_reduce,
         staged_round,
-        direct_rows,
-        direct_into_outputs,
-        direct_round,
     ],
 )
 def test_threads_change_no_bit(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(team, "BYTES_PER_THREAD", 1)
+    monkeypatch.setattr(pack, "BYTES_PER_THREAD", 1)
     started: list[object] = []
+    shared = pack.share_rows
 
-    def start(kernel: object, arguments: tuple[object, ...]) -> None:
-        started.append(kernel)
-        threading.Thread(target=kernel, args=arguments).start()  # type: ignore[arg-type]
+    def share_rows(threads: int, count: int, run: Callable[[int, int], object]) -> None:
+        started.append(run)
+        shared(threads, count, run)
 
-    monkeypatch.setattr(team, "start_new_thread", start)
+    monkeypatch.setattr(pack, "share_rows", share_rows)
     results = []
     for threads in ("1", "3"):
         monkeypatch.setenv(VARIABLE, threads)
@@ -127,4 +100,4 @@ def test_threads_change_no_bit(call: Call, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_share_is_asked_for_from_the_fewest_rows_that_two_threads_are_worth() -> None:
-    assert _SHARED_BYTES == 2 * team.BYTES_PER_THREAD
+    assert _SHARED_BYTES == 2 * pack.BYTES_PER_THREAD

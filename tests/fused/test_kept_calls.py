@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import gc
 import random
-import threading
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,13 +25,10 @@ from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.recorder import NAME, TRANSPORT
 from thinwire.errors import ArgumentError, CountsError, ThinwireError, WireFormatError
-from thinwire.fused import collective, host_channel, prepared
-from thinwire.fused.all_gather import all_gather
+from thinwire.fused import prepared, pulled_legs
 from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
-from thinwire.fused.reduce_scatter import reduce_scatter
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels.leg_layout import DONE, SENT, TAKEN
 from thinwire.wire import WireFormat
 
 WORLD = 2
@@ -177,8 +172,7 @@ def test_nothing_holds_what_callers_passed() -> None:
 
 def test_what_is_kept_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared, "_MOST_KEPT", 3)
-    monkeypatch.setattr(host_channel, "_MOST_KEPT", 3)
-    monkeypatch.setattr(collective, "_MOST_JOBS", 3)
+    monkeypatch.setattr(pulled_legs, "_MOST_JOBS", 3)
     with tw.init() as comm:
         for size in [*range(1, 8), *range(1, 8)]:
             x = torch.arange(float(size)).view(1, size)
@@ -186,8 +180,7 @@ def test_what_is_kept_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch)
                 assert torch.equal(all_to_all_v(x, wire="none", comm=comm), x)  # type: ignore[arg-type]
                 assert torch.equal(all_reduce(x, wire="none", comm=comm), x)  # type: ignore[arg-type]
         assert len(comm.prepared) <= 3
-        assert len(comm.attached("all_to_all_v")._row_formats) <= 3
-        assert len(comm.attached("collectives")._jobs) <= 3
+        assert len(comm.attached(pulled_legs.NAME)._jobs) <= 3
 
 
 def test_the_environment_is_looked_at_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,54 +263,6 @@ def test_a_call_of_another_kind_in_between_leaves_nothing_behind() -> None:
                 assert torch.equal(all_to_all_v(x, [3], [3], out=out, wire="none", comm=comm), x)  # type: ignore[arg-type]
             moved: Any = all_to_all_v(x, [rows], [rows], send_displs=[2], recv_displs=[1], wire="none", comm=comm)
             assert torch.equal(moved[1:], x[2 : 2 + rows])
-
-
-def late(comm: Communicator, name: str, events: dict[str, threading.Event]) -> list[int]:
-    """How far rank 0 comes in one launch where rank 1 is late for the call, and where it is late for its second leg."""
-    function: Any = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}[name]
-    x, done = torch.arange(6.0) + comm.rank, list[int]()
-    expected = function(x, wire="int8", comm=comm)
-
-    def check() -> None:
-        assert torch.equal(function(x, wire="int8", comm=comm), expected)
-
-    end = comm.attached("collectives")
-    kernels = end._kernels
-    if comm.rank == 0:
-
-        def whole(*arguments: Any) -> int:
-            done.append(kernels.whole(*arguments))
-            events[f"launched {len(done)}"].set()
-            return done[-1]
-
-        end._kernels = SimpleNamespace(whole=whole, reduce=kernels.reduce, gather_recv=kernels.gather_recv)
-        check()
-        events["sent"].wait()
-        check()
-        return done
-    events["launched 1"].wait()
-    check()
-
-    def send(*arguments: Any) -> None:
-        kernels.send(*arguments)
-        events["sent"].set()
-        if name == "all_reduce":
-            events["launched 2"].wait()
-
-    by_step = {step: getattr(kernels, step) for step in ("reduce", "gather_recv")}
-    end._kernels = SimpleNamespace(send=send, **by_step)
-    if name == "all_gather":  # of one leg
-        events["sent"].set()
-    check()
-    return done
-
-
-@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter", "all_gather"])
-def test_a_rank_that_is_late_is_waited_for_step_by_step(name: str) -> None:
-    events = {event: threading.Event() for event in ("launched 1", "sent", "launched 2")}
-    came = run_ranks(late, WORLD, name, events, mode="thread")[0]
-    assert came[0] == SENT and len(came) == 2
-    assert came[1] == {"all_reduce": TAKEN, "reduce_scatter": DONE}.get(name, came[1])
 
 
 def sums_after_others_were_forgotten(comm: Communicator) -> list[float]:

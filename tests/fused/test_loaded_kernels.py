@@ -26,19 +26,18 @@ from torch.overrides import TorchFunctionMode
 from triton.runtime import JITFunction
 
 import thinwire as tw
+from tests.helpers.round_kernels import rounds_of_triton
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.memory.symmetric import allocate
 from thinwire.errors import ThinwireError
-from thinwire.fused.all_to_all import open_channel
-from thinwire.fused.backend import Backend, select_round_kernels
 from thinwire.fused.channel import channel_layout
-from thinwire.fused.collective import DirectCollectives, collective_layout, open_collectives
+from thinwire.fused.collective import DirectCollectives, collective_layout
 from thinwire.fused.device_channel import DeviceChannel
 from thinwire.fused.direct_transport import DirectTransport, compiled_for
+from thinwire.fused.pulled_legs import open_legs
 from thinwire.moe.direct_gradients import BackwardRounds
 from thinwire.moe.dispatched import Dispatched
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels import collective
 from thinwire.triton_kernels.launch import Launcher
 from thinwire.triton_kernels.round_layout import ABANDONED
 from verification.ahead_of_time.harness import Launch, specialise
@@ -115,9 +114,11 @@ def _kind(launch: Launch) -> str:
 
 @contextlib.contextmanager
 def _round(comm: Communicator) -> Iterator[tuple[DirectTransport, Callable[[torch.dtype, int], object]]]:
-    with tw.ExpertParallel(comm, 4, 2, HIDDEN, TOKENS, transport="direct", timeout=TIMEOUT) as ep:
+    with (
+        rounds_of_triton(),
+        tw.ExpertParallel(comm, 4, 2, HIDDEN, TOKENS, transport="direct", timeout=TIMEOUT) as ep,
+    ):
         rounds: Any = ep._assembly.rounds
-        rounds.kernels = select_round_kernels(Backend("triton", "", *[mock.Mock()] * 4))
         ids, weights = torch.zeros(TOKENS, 2, dtype=torch.int64), torch.zeros(TOKENS, 2)
 
         def call(dtype: torch.dtype, first: int) -> None:
@@ -134,7 +135,7 @@ def _round(comm: Communicator) -> Iterator[tuple[DirectTransport, Callable[[torc
 @contextlib.contextmanager
 def _collectives(comm: Communicator) -> Iterator[tuple[DirectTransport, Callable[[torch.dtype, int], object]]]:
     layout = collective_layout(1, 1 << 16)
-    transport = DirectCollectives(allocate(comm, layout.NUM_BYTES), layout, 0, TIMEOUT, collective)
+    transport = DirectCollectives(allocate(comm, layout.NUM_BYTES), layout, 0, TIMEOUT)
     comm.attached("collectives", lambda: transport)
 
     def call(dtype: torch.dtype, first: int) -> None:
@@ -144,7 +145,8 @@ def _collectives(comm: Communicator) -> Iterator[tuple[DirectTransport, Callable
         tw.all_gather(x, **options)
         tw.reduce_scatter(x, **options)
 
-    yield transport, call
+    with mock.patch("thinwire.fused.collective.uses_triton", lambda comm: True):
+        yield transport, call
 
 
 @contextlib.contextmanager
@@ -159,11 +161,12 @@ def _channel(comm: Communicator) -> Iterator[tuple[DirectTransport, Callable[[to
             x = torch.zeros(width * TOKENS + 16, dtype=dtype)[first:][: width * TOKENS].view(TOKENS, width)
             tw.all_to_all_v(x, [TOKENS], [TOKENS], wire=wire, comm=comm, transport="direct")
 
-    yield channel, call
+    with mock.patch("thinwire.fused.all_to_all.uses_triton", lambda comm: True):
+        yield channel, call
 
 
 def _rounds_of(comm: Communicator) -> object:
-    with tw.ExpertParallel(comm, 4, 2, HIDDEN, TOKENS, transport="direct") as ep:
+    with rounds_of_triton(), tw.ExpertParallel(comm, 4, 2, HIDDEN, TOKENS, transport="direct") as ep:
         return ep._assembly.rounds
 
 
@@ -203,9 +206,12 @@ def on_a_device(request: pytest.FixtureRequest) -> Iterator[tuple[Device, Callab
 @pytest.fixture
 def lanes_on_a_device() -> Iterator[tuple[Device, BackwardRounds]]:
     """The device, and two lanes for gradients."""
-    with tw.init() as comm, tw.ExpertParallel(comm, 4, 2, HIDDEN, TOKENS, lanes=2, transport="direct") as ep:
-        rounds: Any = ep._assembly._open(BackwardRounds)
-        rounds.kernels = select_round_kernels(Backend("triton", "", *[mock.Mock()] * 4))
+    with (
+        tw.init() as comm,
+        rounds_of_triton(),
+        tw.ExpertParallel(comm, 4, 2, HIDDEN, TOKENS, lanes=2, transport="direct") as ep,
+    ):
+        rounds: Any = ep._assembly._open(backward=True)
         with _device_of(rounds) as device:
             yield device, rounds
         rounds.close()
@@ -441,7 +447,7 @@ def test_a_round_that_is_closed_counts_as_far_as_one_that_is_combined(lanes_on_a
     assert rounds.calls == {0: 4}
 
 
-@pytest.mark.parametrize("open_end", [open_collectives, lambda comm: open_channel(comm, None), _rounds_of])
+@pytest.mark.parametrize("open_end", [open_legs, _rounds_of])
 def test_a_rank_that_closes_is_not_waited_for(on_a_device: Any, open_end: Callable[[Communicator], Any]) -> None:
     device, call = on_a_device
     ends = run_ranks(open_end, 2, mode="thread")

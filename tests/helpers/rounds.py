@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tests.helpers.wires import assert_same_bits
-from thinwire.moe.direct import _sources_of_slots
+from thinwire.moe.direct import sources_of_slots
 from thinwire.moe.plan import ArrivalPlan, merge_repeated_experts
 from thinwire.moe.received import Arrived, Records, experts_of, take
 from thinwire.moe.routing import expert_range
@@ -225,7 +225,7 @@ def _check_records(kernels: Any, lane: Lane, number: int, dtype: torch.dtype) ->
 def arrived_on(lane: Lane) -> Arrived:
     """What came on a lane that was routed, for torch's operations."""
     weights = lane.weights.masked_fill(lane.positions < 0, 0.0)
-    return Arrived(lane.positions, weights, _sources_of_slots(lane))
+    return Arrived(lane.positions, weights, sources_of_slots(lane))
 
 
 def check_results(

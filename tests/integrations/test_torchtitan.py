@@ -156,7 +156,7 @@ def sizes(comm: Communicator) -> None:
     scores, ids = logits.softmax(-1).topk(TOP_K)
     *_, metadata = dispatcher.dispatch(x[:8], scores[:8], ids[:8], torch.bincount(ids[:8].flatten()))
     assert metadata.state[0] is made
-    with pytest.raises(CapacityError, match="9 tokens were passed; this ExpertParallel has room for max_tokens=8"):
+    with pytest.raises(CapacityError, match="9 tokens were passed; this ExpertParallel accepts at most max_tokens=8"):
         through(dispatcher, x, logits, weights[:4])
 
 

@@ -155,7 +155,7 @@ def own_settings(comm: Communicator) -> None:
     _, layer = of_mesh(comm, "tests:small")
     ep = layer._expert_parallel(*batch(4, [0, 1], 0)[:2])
     assert (str(ep.wire), str(ep.grad_wire), ep.max_tokens) == ("int8:64", "int8", 4)
-    with pytest.raises(CapacityError, match="5 tokens were passed; this ExpertParallel has room for max_tokens=4"):
+    with pytest.raises(CapacityError, match="5 tokens were passed; this ExpertParallel accepts at most max_tokens=4"):
         layer(*batch(5, [0, 1], 0))
     x, ids, weights = batch(4, [0, 3], 1)
     error = (layer(x, ids, weights) - new_experts().forward(x, ids, weights)).norm() / x.norm()

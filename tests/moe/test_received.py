@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from typing import Any, cast
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from tests.helpers.wires import assert_same_bits
 from tests.moe.test_rounds_direct import HIDDEN, INTERPRETED, KINDS, MAX_TOKENS, NUM_EXPERTS, TOP_K, poison, tokens
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CapacityError, LaneError, RoutingError
-from thinwire.fused.backend import Backend, select_round_kernels
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.moe.plan import merge_repeated_experts
@@ -232,12 +230,16 @@ def _count_operations(comm: Communicator) -> tuple[list[str], list[str]]:
 @torch.no_grad()
 def _count_launches(comm: Communicator) -> tuple[list[str], list[str]]:
     """Torch's operations and the launches of a round by record, behind dispatch, with the kernels of a GPU."""
-    from tests.helpers.stub_driver import stub_driver  # it loads Triton
+    from tests.helpers.round_kernels import rounds_of_triton  # they load Triton
+    from tests.helpers.stub_driver import stub_driver
 
-    with stub_driver() as stub, ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, MAX_TOKENS, transport="direct") as ep:
-        rounds, backend = cast(Any, ep._assembly.rounds), Backend("triton", "", *[mock.Mock()] * 4)
-        rounds.kernels, rounds.on_gpu = select_round_kernels(backend), True
-        vars(rounds.config)["dispatch_backend"] = backend
+    with (
+        stub_driver() as stub,
+        rounds_of_triton(),
+        ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, MAX_TOKENS, transport="direct") as ep,
+    ):
+        rounds = cast(Any, ep._assembly.rounds)
+        rounds.on_gpu = True
         for _ in range(2):
             d = ep.dispatch(*tokens(comm.rank, "ragged", torch.float32, 0))
             first = stub.num_launches

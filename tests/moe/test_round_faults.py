@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,18 +33,18 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.files import mapped_segments, open_files, resident_bytes, shared_files
-from tests.helpers.rounds import Tokens, make_lanes, run_round
+from tests.helpers.pulled import make_lanes, run_round
+from tests.helpers.rounds import Tokens
 from tests.helpers.wires import DTYPES
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import LaneError, PeerTimeout
-from thinwire.fused.backend import select_backend, select_round_kernels
-from thinwire.moe.direct import DirectRounds
 from thinwire.moe.parallel import ExpertParallel
+from thinwire.moe.pulled import PulledRounds
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels.cpu import HAS_NUMBA
-from thinwire.triton_kernels.round_layout import COMBINE, Lane
-from thinwire.wire import WireFormat
-from verification.soak.schedules import RandomRound, Settings
+from thinwire.triton_kernels.cpu.lane import PulledLane
+from thinwire.triton_kernels.round_layout import COMBINE
+from verification.soak.schedules import PULLED_KERNELS, RandomRound, Settings
 
 pytestmark = [
     pytest.mark.skipif(not HAS_NUMBA, reason="needs numba"),
@@ -136,12 +137,11 @@ class Case:
 def _nursery(connection: Connection) -> None:
     """Forks ranks on request. It has no threads, so a fork finds nothing half-done."""
     torch.set_num_threads(1)
-    kernels = select_round_kernels(select_backend(torch.device("cpu"), WireFormat.parse("int8")))
     generator = torch.Generator().manual_seed(0)
     for dtype in DTYPES:
         lanes = make_lanes(2, 3, 2, 40, 3)
         tokens = [Tokens.random(3, 40, 2, 3, dtype, generator) for _ in lanes]
-        run_round(kernels, lanes, tokens, torch.rand(3, 40), closing=(1,))
+        run_round(lanes, tokens, torch.rand(3, 40), closing=(1,))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
     gc.collect()
     gc.freeze()  # or a collection in a fork copies all that is here, which takes part of its peers' time
@@ -251,7 +251,7 @@ def _expect_timeout(calls: _Calls, call: Call, victims: tuple[int, ...]) -> floa
     waited = time.monotonic() - started
     error = caught.value
     assert error.ranks == victims, str(error)
-    assert isinstance(ep._assembly.rounds, DirectRounds)
+    assert isinstance(ep._assembly.rounds, PulledRounds)
     assert (error.lane, error.phase) == (own_lane, kind), str(error)
     assert error.epoch == ep._assembly.rounds.rounds_begun[own_lane], str(error)
     named = f"rank{'s' * (len(victims) > 1)} {', '.join(map(str, victims))}"
@@ -378,49 +378,43 @@ def _die(comm: Communicator, store: dist.Store, fault: Fault) -> float | None:
 def _prepare_death(ep: ExpertParallel, store: dist.Store, how: str) -> None:
     if how == "before":
         _send_oneself(signal.SIGKILL)
-    assert isinstance(ep._assembly.rounds, DirectRounds)
-    kernels = ep._assembly.rounds.kernels
     if how == "waiting":
-        ep._assembly.rounds.kernels = _signalled_in_its_wait(kernels.wait, ep, store, signal.SIGKILL)
+        _signal_in_its_wait(ep, store, signal.SIGKILL)
     else:
-        ep._assembly.rounds.kernels = replace(
-            kernels, send_tokens=_telling_rank_0(kernels.send_tokens), send_sums=_telling_rank_0(kernels.send_sums)
-        )
+        rounds: Any = ep._assembly.rounds
+        others = {name: getattr(rounds.kernels, name) for name in PULLED_KERNELS}
+        for name in ("send_tokens", "send_sums"):
+            others[name] = _telling_rank_0(rounds, others[name])
+        rounds.kernels = SimpleNamespace(**others)
 
 
-def _signalled_in_its_wait(wait: Callable[..., None], ep: ExpertParallel, store: dist.Store, number: int) -> Any:
-    """Kernels whose next wait for a combine is interrupted, a little after it has begun."""
-    assert isinstance(ep._assembly.rounds, DirectRounds)
-    kernels = ep._assembly.rounds.kernels
+def _signal_in_its_wait(ep: ExpertParallel, store: dist.Store, number: int) -> None:
+    """Its next wait for a combine is interrupted, a little after it has begun."""
+    rounds: Any = ep._assembly.rounds
+    wait = rounds.await_peers
 
-    def interrupted(lane: Lane, phase: int, *others: object) -> None:
+    def interrupted(channel: int, wanted: int, epoch: int, phase: int, *others: Any) -> None:
         if phase == COMBINE:
-            assert isinstance(ep._assembly.rounds, DirectRounds)
-            ep._assembly.rounds.kernels = kernels
-            store.set(f"waiting {lane.rank}", "")
+            rounds.await_peers = wait
+            store.set(f"waiting {rounds.rank}", "")
             threading.Timer(0.2, _send_oneself, [number]).start()
-        wait(lane, phase, *others)
+        wait(channel, wanted, epoch, phase, *others)
 
-    return replace(kernels, wait=interrupted)
+    rounds.await_peers = interrupted
 
 
-def _telling_rank_0(kernel: Callable[..., None]) -> Callable[..., None]:
-    """A kernel that sends all peers what it has to send, signals rank 0 and itself, and dies."""
+def _telling_rank_0(rounds: Any, kernel: Callable[..., None]) -> Callable[..., None]:
+    """A kernel that puts lines at rank 0 and at this rank, and dies."""
 
-    def run(lane: Lane, *others: object) -> None:
-        buffer_ptrs = lane.buffer_ptrs.clone()
-        elsewhere = {peer: lane.buffer.clone() for peer in range(1, WORLD) if peer != lane.rank}
-        for peer, buffer in elsewhere.items():
-            buffer_ptrs[peer] = buffer.data_ptr()
-        kernel(replace(lane, buffer_ptrs=buffer_ptrs), *others)
-        layout = lane.layout
-        for peer, buffer in elsewhere.items():
-            for begin, end in (
-                (layout.IDS, layout.WEIGHTS), (layout.WEIGHTS, layout.RECORDS), (layout.RECORDS, layout.SUMS),
-            ):  # fmt: skip
-                size = (end - begin) // WORLD  # the rank's own part, but for some bytes of alignment
-                at = begin + lane.rank * size
-                ctypes.memmove(int(lane.buffer_ptrs[peer]) + at, buffer.data_ptr() + at, size)
+    def run(lane: PulledLane, *others: Any) -> None:
+        words, heaps = rounds.board._words.copy(), rounds.board._heaps.copy()
+        elsewhere = torch.zeros(WORLD, rounds.board.num_bytes, dtype=torch.uint8)
+        for peer in range(1, WORLD):
+            if peer != rounds.rank:
+                heaps[peer] = elsewhere[peer].data_ptr()
+        words[0] = heaps.ctypes.data
+        board = replace(lane, board=words.ctypes.data)
+        kernel(board, *others)
         _send_oneself(signal.SIGKILL)
 
     return run
@@ -500,14 +494,11 @@ def _stop(comm: Communicator, store: dist.Store, when: str) -> set[int]:
 
 def _stop_and_wake(calls: _Calls, store: dist.Store, when: str) -> set[int]:
     ep = calls.ep
-    assert isinstance(ep._assembly.rounds, DirectRounds)
     remaining = [_D0, _C0, _D0, _C0]
     if when != "dispatch":
         calls.make(remaining.pop(0))
     if when == "wait":
-        ep._assembly.rounds.kernels = _signalled_in_its_wait(
-            ep._assembly.rounds.kernels.wait, ep, store, signal.SIGSTOP
-        )
+        _signal_in_its_wait(ep, store, signal.SIGSTOP)
     else:
         _send_oneself(signal.SIGSTOP)
     with pytest.raises(PeerTimeout) as caught:

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers.speeds import exhaustive_but
-from thinwire.fused.backend import RoundKernels
 from thinwire.testing import RankError, run_ranks
 from thinwire.triton_kernels.compat import HAS_TRITON
 from thinwire.triton_kernels.cpu import HAS_NUMBA
-from thinwire.triton_kernels.round_layout import (
-    ABANDONED,
-    COMBINE,
-    DISPATCH,
-    DTYPE_CODES,
-    SIGNAL_DTYPE,
-    SIGNAL_END,
-    SIGNAL_TOKENS,
-    Lane,
-)
-from thinwire.triton_kernels.signal import CONTROL_EPOCH, SIGNAL_FLAG, SIGNAL_LINE_BYTES
-from verification.soak.schedules import SCHEDULES, Schedule, run, run_rank
+from thinwire.triton_kernels.cpu.lane import PulledLane
+from thinwire.triton_kernels.cpu.lines import board_bytes, board_words
+from thinwire.triton_kernels.round_layout import ABANDONED, COMBINE, DISPATCH, WITH_SUMS
+from verification.soak.schedules import PULLED_KERNELS, SCHEDULES, Schedule, run, run_rank
 
 pytestmark = pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
 ROUNDS = 20
@@ -52,51 +44,43 @@ def test_random_rounds_give_the_oracle(schedule: Schedule) -> None:
 # What goes wrong shows: in each of these, one thing is not as the protocol wants it.
 
 
-def _without_wait(phase: int, kernels: RoundKernels) -> RoundKernels:
-    def wait(lane: Lane, which: int, timeout: float, grace: float) -> None:
-        if which != phase:
-            kernels.wait(lane, which, timeout, grace)
-
-    return replace(kernels, wait=wait)
-
-
-def _early_dispatch(kernels: RoundKernels) -> RoundKernels:
-    """Signals before the tokens are there."""
-
-    def send_tokens(lane: Lane, x: torch.Tensor, *others: object) -> None:
-        epoch = int(lane.control[CONTROL_EPOCH]) + 1
-        _signal(lane, DISPATCH, {SIGNAL_TOKENS: x.shape[0], SIGNAL_DTYPE: DTYPE_CODES[x.dtype], SIGNAL_FLAG: epoch})
-        kernels.send_tokens(lane, x, *others)
-
-    return replace(kernels, send_tokens=send_tokens)
+def _without_wait(phase: int, rounds: Any) -> None:
+    wait = rounds.await_peers
+    rounds.await_peers = lambda channel, wanted, number, which, *others: (
+        None if which == phase else wait(channel, wanted, number, which, *others)
+    )
 
 
-def _early_combine(kernels: RoundKernels) -> RoundKernels:
-    """Signals before the sums are there."""
+def _early(name: str, rounds: Any) -> None:
+    """Puts lines before what they name is there."""
+    kernels, apart = rounds.kernels, _BoardApart(rounds)
+    kernel = getattr(kernels, name)
 
-    def send_sums(lane: Lane, *others: object) -> None:
-        _signal(lane, COMBINE, {SIGNAL_END: 1, SIGNAL_FLAG: int(lane.control[CONTROL_EPOCH])})
-        kernels.send_sums(lane, *others)
+    def early(lane: PulledLane, *others: Any) -> None:
+        kernels.tell(lane, others[-1] if name == "send_tokens" else WITH_SUMS)
+        time.sleep(0.005)
+        kernel(replace(lane, board=apart.address), *others)
 
-    return replace(kernels, send_sums=send_sums)
+    rounds.kernels = SimpleNamespace(**{**{each: getattr(kernels, each) for each in PULLED_KERNELS}, name: early})
 
 
-def _sums_that_are_none(kernels: RoundKernels) -> RoundKernels:
+class _BoardApart:
+    """A board like that of some rounds, on which nobody reads lines."""
+
+    def __init__(self, rounds: Any) -> None:
+        num_bytes = board_bytes(rounds.world, len(rounds.lanes))
+        self.memory = torch.zeros(rounds.world, num_bytes, dtype=torch.uint8)
+        self.heaps = torch.tensor([memory.data_ptr() for memory in self.memory])
+        self.words = board_words(self.heaps.data_ptr(), rounds.world, rounds.rank, len(rounds.lanes))
+        self.address = self.words.ctypes.data
+
+
+def _sums_that_are_none(rounds: Any) -> None:
     """Announces sums in a round that it abandons."""
-
-    def close_round(lane: Lane, end: int = ABANDONED) -> None:
-        _signal(lane, COMBINE, {SIGNAL_END: 1, SIGNAL_FLAG: int(lane.control[CONTROL_EPOCH])})
-
-    return replace(kernels, close_round=close_round)
-
-
-def _signal(lane: Lane, phase: int, words: dict[int, int]) -> None:
-    """Writes words of this rank's lines by hand, in this order, and leaves the peers some time to read them."""
-    for base in lane.buffer_ptrs.tolist():
-        line = base + lane.layout.SIGNALS + (phase * lane.layout.WORLD + lane.rank) * SIGNAL_LINE_BYTES
-        for word, value in words.items():
-            ctypes.c_int32.from_address(line + 4 * word).value = value
-    time.sleep(0.005)
+    kernels = rounds.kernels
+    others = {name: getattr(kernels, name) for name in PULLED_KERNELS}
+    others["tell"] = lambda lane, word: kernels.tell(lane, WITH_SUMS if word == ABANDONED else word)
+    rounds.kernels = SimpleNamespace(**others)
 
 
 @pytest.mark.parametrize(
@@ -104,14 +88,14 @@ def _signal(lane: Lane, phase: int, words: dict[int, int]) -> None:
     [
         partial(_without_wait, DISPATCH),
         partial(_without_wait, COMBINE),
-        _early_dispatch,
-        _early_combine,
+        partial(_early, "send_tokens"),
+        partial(_early, "send_sums"),
         _sums_that_are_none,
     ],
     ids=["no-wait-for-tokens", "no-wait-for-sums", "early-tokens", "early-sums", "sums-that-are-none"],
 )
 @pytest.mark.parametrize("poison", exhaustive_but(["own"], ["barriers", "own"]))
-def test_what_is_out_of_order_shows(change: Callable[[RoundKernels], RoundKernels], poison: str) -> None:
+def test_what_is_out_of_order_shows(change: Callable[[Any], None], poison: str) -> None:
     schedule = Schedule("broken on purpose", 3, "thread", poison)
     with pytest.raises(RankError) as caught:
         # The others give up soon on the one that found something.

@@ -327,6 +327,11 @@ def test_who_closes_it_in_a_wait_ends_that(leg: str) -> None:
     run_ranks(_closed_in_its_wait, 4, leg, timeout=60)
 
 
+def _hangs(*_: object) -> None:
+    time.sleep(12)
+    raise TypeError
+
+
 def _hung(comm: Communicator, where: str) -> tuple[int, ...]:
     """Rank 0 hangs before it forwards, or before it combines, and lives."""
     hosts = ((0, 1, 2), (3, 4, 5))
@@ -335,8 +340,8 @@ def _hung(comm: Communicator, where: str) -> tuple[int, ...]:
     ep.combine(d.tokens, d)
     if comm.rank == 0:
         if where == "forward":
-            ep._assembly.rounds._forward = lambda *_: time.sleep(12)  # type: ignore[attr-defined]
-            with pytest.raises(TypeError):  # as it gives nothing
+            ep._assembly.rounds._forward = _hangs  # type: ignore[attr-defined]
+            with pytest.raises(TypeError):
                 ep.dispatch(*batch(comm.rank, 1, torch.bfloat16))
         else:
             ep.dispatch(*batch(comm.rank, 1, torch.bfloat16))

@@ -21,11 +21,11 @@ import torch
 from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.work import Work
-from thinwire.errors import CountsError, PeerTimeout, ThinwireError, TransportUnavailable
+from thinwire.errors import ConfigMismatch, CountsError, PeerTimeout, ThinwireError, TransportUnavailable
+from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v, open_channel
-from thinwire.fused.channel import FLAT_ROW
+from thinwire.fused.channel import FLAT_ROW, channel_layout
 from thinwire.fused.device_channel import DeviceChannel
-from thinwire.fused.host_channel import HostChannel
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels import all_to_all_v as kernels
 from thinwire.triton_kernels.codec_reference import dequantize_reference, quantize_reference
@@ -105,6 +105,38 @@ def _check(
     assert got is out
     differs = (_bits(expected) != _bits(out)).nonzero()
     assert not len(differs), f"{spec} {dtype} {tail} known={known}: {len(differs)} bytes differ, first {differs[0]}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+@pytest.mark.parametrize(("world", "piece_bytes", "pieces"), [(1, None, 4), (2, 128, 1), (3, 640, 3), (72, None, 4)])
+def test_no_two_lines_or_slots_share_a_byte(world: int, piece_bytes: int | None, pieces: int) -> None:
+    layout = channel_layout(world, piece_bytes, pieces)
+    spans = []
+    for rank in range(world):
+        lines = [
+            layout.STUCK,
+            layout.HEADERS,
+            layout.HEADERS + world * SIGNAL_LINE_BYTES,
+            layout.TAILS,
+            layout.HEADS,
+        ]
+        spans += [(line + rank * SIGNAL_LINE_BYTES, SIGNAL_LINE_BYTES) for line in lines]
+        spans += [(layout.HALVES + (half * world + rank) * layout.SLOT_BYTES, layout.SLOT_BYTES) for half in (0, 1)]
+        first = layout.RINGS + rank * pieces * layout.SLOT_BYTES
+        spans += [(first + piece * layout.SLOT_BYTES, layout.SLOT_BYTES) for piece in range(pieces)]
+    spans.sort()
+    for (start, size), (following, _) in zip(spans, [*spans[1:], (layout.NUM_BYTES, 0)], strict=True):
+        assert start % SIGNAL_LINE_BYTES == 0 and start + size <= following
+    assert layout.NUM_BYTES <= (66 << 20)
+
+
+@pytest.mark.parametrize(("piece_bytes", "pieces"), [(0, 4), (100, 4), (128, 0)])
+def test_a_layout_of_nonsense_is_refused(piece_bytes: int, pieces: int) -> None:
+    with pytest.raises(ThinwireError, match="expected at least 1|expected slots of a positive multiple"):
+        channel_layout(2, piece_bytes, pieces)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -359,15 +391,12 @@ def test_a_call_that_was_interrupted_ends_the_communicator() -> None:
 
 def _with_numba(comm: Communicator) -> None:
     os.environ["THINWIRE_BACKEND"] = "numba" if comm.rank == 0 else "triton"
-    channel = open_channel(comm, None, TINY, 2)
-    assert isinstance(channel, HostChannel if comm.rank == 0 else DeviceChannel)
-    for known in (True, False):
-        _check(comm, [[2, 45], [30, 0]], (40,), torch.bfloat16, "int8", known=known, spread=True, seed=1)
-        _check(comm, [[2, 45], [30, 0]], (33,), torch.bfloat16, "none", known=known, seed=2)
+    for call in (all_to_all_v, all_reduce):
+        with pytest.raises(ConfigMismatch, match="numba"):
+            call(torch.ones(4, 8), wire="none", comm=comm, transport="direct")
 
 
-@pytest.mark.exhaustive
-def test_ranks_with_the_cpus_kernels_are_peers_like_others() -> None:
+def test_ranks_whose_kernels_are_numbas_are_no_peers_of_tritons() -> None:
     pytest.importorskip("numba", reason="the other rank's kernels need numba")
     run_ranks(_with_numba, 2, env=INTERPRETED, timeout=120)
 

@@ -22,12 +22,12 @@ import triton
 
 import thinwire as tw
 from tests.gpu.warm import configurations
+from tests.helpers.round_kernels import rounds_of_triton
 from tests.helpers.rounds import make_lanes
 from tests.helpers.speeds import exhaustive_but
 from tests.helpers.stub_driver import needs_stub, stub_driver
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.memory.symmetric import allocate
-from thinwire.fused.backend import Backend, select_round_kernels
 from thinwire.fused.channel import channel_layout
 from thinwire.fused.collective import DirectCollectives, collective_layout
 from thinwire.fused.device_channel import DeviceChannel
@@ -37,7 +37,7 @@ from thinwire.tools.cli import main
 from thinwire.tools.warmup.configuration import Configuration
 from thinwire.tools.warmup.cpu import cpu_kernels
 from thinwire.tools.warmup.target import _Later, collect, find_target
-from thinwire.triton_kernels import LAUNCHES_VARIABLE, collective, combine, dispatch, permute
+from thinwire.triton_kernels import LAUNCHES_VARIABLE, combine, dispatch, permute
 from thinwire.triton_kernels.expert_gemm import INNER_WIRE, expert_gemm
 from thinwire.triton_kernels.int8_weights import Int8Weights
 from thinwire.triton_kernels.launch import settle_cache_keys
@@ -111,9 +111,12 @@ def _wanted(comm: Communicator, sizes: Sizes, rank: int) -> set[str]:
 
 
 def _round(comm: Communicator) -> None:
-    with tw.ExpertParallel(comm, 13, 3, 512, 24, wire="int8", transport="direct", timeout=30) as ep:
+    with (
+        rounds_of_triton(),
+        tw.ExpertParallel(comm, 13, 3, 512, 24, wire="int8", transport="direct", timeout=30) as ep,
+    ):
         rounds: Any = ep._assembly.rounds
-        rounds.kernels, rounds.on_gpu = select_round_kernels(Backend("triton", "", *[mock.Mock()] * 4)), True
+        rounds.on_gpu = True
         d = ep.dispatch(torch.zeros(7, 512).bfloat16(), torch.zeros(7, 3, dtype=torch.int64), torch.zeros(7, 3))
         rows, _ = d.gather(16)
         ep.combine(rows, d)
@@ -122,15 +125,16 @@ def _round(comm: Communicator) -> None:
 
 def _collectives(comm: Communicator) -> None:
     layout = collective_layout(1, on_gpu=True)
-    transport = DirectCollectives(allocate(comm, layout.NUM_BYTES), layout, 0, 30.0, collective)
+    transport = DirectCollectives(allocate(comm, layout.NUM_BYTES), layout, 0, 30.0)
     comm.attached("collectives", lambda: transport)
     transport.on_gpu = True
-    for size in (100, 70_000, 700_000):  # the first two in one launch
-        x = torch.zeros(size).bfloat16()
-        tw.all_reduce(x, wire="int8", comm=comm, transport="direct")
-        tw.all_reduce(x, wire="int8", gather_wire="none", comm=comm, transport="direct")
-        tw.all_gather(x, wire="int8", comm=comm, transport="direct")
-        tw.reduce_scatter(x, wire="int8", comm=comm, transport="direct")
+    with mock.patch("thinwire.fused.collective.uses_triton", lambda _: True):
+        for size in (100, 70_000, 700_000):  # the first two in one launch
+            x = torch.zeros(size).bfloat16()
+            tw.all_reduce(x, wire="int8", comm=comm, transport="direct")
+            tw.all_reduce(x, wire="int8", gather_wire="none", comm=comm, transport="direct")
+            tw.all_gather(x, wire="int8", comm=comm, transport="direct")
+            tw.reduce_scatter(x, wire="int8", comm=comm, transport="direct")
     transport.on_gpu = False
 
 
@@ -139,8 +143,9 @@ def _channel(comm: Communicator) -> None:
     channel = DeviceChannel(allocate(comm, layout.NUM_BYTES), layout, 0, 30.0)
     comm.attached("all_to_all_v", lambda: channel)
     channel.on_gpu, channel.always_looks = True, False
-    for wire in ("int8", "none"):
-        tw.all_to_all_v(torch.zeros(40_000, 512).bfloat16(), [40_000], [40_000], wire=wire, comm=comm)
+    with mock.patch("thinwire.fused.all_to_all.uses_triton", lambda _: True):
+        for wire in ("int8", "none"):
+            tw.all_to_all_v(torch.zeros(40_000, 512).bfloat16(), [40_000], [40_000], wire=wire, comm=comm)
     channel.on_gpu = False
 
 

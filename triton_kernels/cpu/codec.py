@@ -2,7 +2,7 @@
 
 Equal to `thinwire.triton_kernels.codec` to the last bit. `codec_reference.py` there is the reference of this file too.
 
-`quantize_row` and `dequantize_row` take addresses, so that a kernel elsewhere may quantise a row straight into a peer's
+`quantize_row` and `dequantize_row` take addresses, so that a kernel elsewhere may read a row straight out of a peer's
 mapped memory. A layout, `record_layout(...)`, tells them all they must know of the record.
 
 Without numba the modules of this folder import, and their functions raise `TransportUnavailable` when called.

@@ -54,9 +54,8 @@ if HAS_NUMBA:
 
     #: What kernels are for, where that is not the name of their file.
     _PURPOSES = {
-        "codec": "quantisation", "pack": "quantisation", "sums": "sums of quantised rows", "permute": "routing",
-        "collective": "all_reduce, reduce_scatter and all_gather", "pieces": "all_to_all_v", "straight": "all_to_all_v",
-        "piece_team": "all_to_all_v",
+        "codec": "quantisation", "pack": "quantisation", "sums": "sums of quantised rows",
+        "pull": "all_to_all_v and the collectives", "lines": "waits for peers",
     }  # fmt: skip
 
     class _SharedCache(NullCache):

@@ -1,112 +1,307 @@
-"""What the CPU's kernels know of a lane, and the small functions that all of them share.
+"""A lane of CPU ranks: what lies where in the ranks' memory, and what kernels of a round know of it.
 
-Kernels of a round take the address of a lane's *numbers*: sizes, offsets and addresses, the same in every round.
+A rank writes into its own memory alone, and its peers read there. Of each lane it has::
+
+    [ part of each source that it serves ] [ its sums ] [ on lanes of backward: gradients of router weights ]
+
+A *part* holds what a rank dispatches: the number of its tokens, their expert ids, router weights and records, by the
+token's number. A rank serves itself; over two levels also ranks of other hosts. Sums lie by source and its token's
+number: one, or with `INVARIANT` one for each of the token's experts here, in ascending id. So do gradients, one for
+each such expert.
+
+Kernels take the address of a lane's *numbers*: sizes, offsets and addresses, the same in every round.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from thinwire.errors import RoutingError, WireFormatError
-from thinwire.triton_kernels.cpu.codec import LAYOUT_FIELDS, Layout, dtype_code, record_layout
+from thinwire.errors import WireFormatError
+from thinwire.triton_kernels.cpu.codec import LAYOUT_FIELDS, dtype_code, record_layout
 from thinwire.triton_kernels.cpu.compat import device
 from thinwire.triton_kernels.cpu.ir.fields import in_memory, reader_of
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, load_int64, store_int64, zero_bytes
-from thinwire.triton_kernels.cpu.ir.vectors import NONE
-from thinwire.triton_kernels.cpu.launch import addresses
-from thinwire.triton_kernels.cpu.signal import own_line
-from thinwire.triton_kernels.round_layout import DTYPE_BITS, DTYPE_CODES, SIGNAL_DTYPE, SIGNAL_TOKENS, Lane
+from thinwire.triton_kernels.cpu.sums import scratch_bytes
 from thinwire.triton_kernels.signal import MAX_WORLD
+from thinwire.wire import WireFormat
 
-#: What kernels that fill an output return.
-WRITTEN, POISONED, MIXED_DTYPES = 0, 1, 2
-
-_DTYPE_MASK = (1 << DTYPE_BITS) - 1
-
+_ALIGNMENT = 128
 #: Bytes of an array of ranks, as int64.
 RANKS_BYTES = 8 * MAX_WORLD
+#: What a rank says of a round in its line behind a dispatch: a dtype and a tag, or this less the reason of a refusal.
+REFUSED = -1
 
 
-#: Numbers of a lane that have the names of `RoundLayout`, in lower case.
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass(frozen=True)
+class PulledLayout:
+    """Sizes and byte offsets of one lane's memory, the same on every rank."""
+
+    WORLD: int
+    NUM_EXPERTS: int
+    TOP_K: int
+    HIDDEN: int
+    MAX_TOKENS: int
+    EACH: int  # sums that a rank can have for a token
+    RECORD_BYTES: int  # from one dispatched record to the next
+    SUM_BYTES: int  # from one sum to the next
+    IDS: int  # from the beginning of a part: int32 [max_tokens][top_k]
+    WEIGHTS: int  # float32, the same shape
+    RECORDS: int
+    PART_BYTES: int
+    SUMS: int  # [world][max_tokens][EACH]
+    NUM_BYTES: int
+    INVARIANT: bool = False
+    WEIGHT_GRADS: int = 0  # float32 [world][max_tokens][top_k], or 0: none travel
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        world: int,
+        num_experts: int,
+        top_k: int,
+        hidden: int,
+        max_tokens: int,
+        wire: WireFormat,
+        combine_wire: WireFormat,
+        dtype: torch.dtype | None = None,
+        sum_dtype: torch.dtype | None = None,
+        weight_grads: bool = False,
+        invariant: bool = False,
+        served: int = 1,
+    ) -> PulledLayout:
+        """The layout, before anything is allocated.
+
+        Args:
+            dtype: the tokens'; None leaves room for float32. Only used for the wire format `none`.
+            sum_dtype: of sums; None means `dtype`.
+            weight_grads: whether gradients of router weights come home with the sums.
+            invariant: whether a sum is one expert's row, on lanes without `weight_grads`.
+            served: the most sources that a rank of the group serves.
+
+        >>> wire = WireFormat.parse("int8")
+        >>> layout = PulledLayout.of(
+        ...     world=8, num_experts=256, top_k=8, hidden=7168, max_tokens=128, wire=wire, combine_wire=wire
+        ... )
+        >>> layout.RECORD_BYTES, layout.NUM_BYTES
+        (7296, 8413312)
+        """
+        each = min(top_k, -(-num_experts // world)) if invariant else 1
+        record_bytes = wire.row_bytes(hidden, dtype or torch.float32)
+        sum_bytes = combine_wire.row_bytes(hidden, sum_dtype or dtype or torch.float32)
+        plane = max_tokens * top_k * 4
+        ids = _ALIGNMENT
+        weights = _aligned(ids + plane)
+        records = _aligned(weights + plane)
+        part = _aligned(records + max_tokens * record_bytes)
+        sums = served * part
+        grads = _aligned(sums + world * max_tokens * each * sum_bytes)
+        return cls(
+            WORLD=world, NUM_EXPERTS=num_experts, TOP_K=top_k, HIDDEN=hidden, MAX_TOKENS=max_tokens, EACH=each,
+            RECORD_BYTES=record_bytes, SUM_BYTES=sum_bytes, IDS=ids, WEIGHTS=weights, RECORDS=records, PART_BYTES=part,
+            SUMS=sums, NUM_BYTES=_aligned(grads + world * plane) if weight_grads else grads, INVARIANT=invariant,
+            WEIGHT_GRADS=grads if weight_grads else 0,
+        )  # fmt: skip
+
+    def first_expert(self, rank: int) -> int:
+        """The first expert of a rank; the first `NUM_EXPERTS % WORLD` ranks own one more than the others."""
+        return rank * (self.NUM_EXPERTS // self.WORLD) + min(rank, self.NUM_EXPERTS % self.WORLD)
+
+    def num_rows(self, rank: int, align: int) -> int:
+        """The most rows that a rank's experts can be given, padding included."""
+        local = self.first_expert(rank + 1) - self.first_expert(rank)
+        return self.WORLD * self.MAX_TOKENS * min(self.TOP_K, local) + local * (align - 1)
+
+
+@dataclass(frozen=True)
+class PulledLane:
+    """One rank's end of a lane.
+
+    Attributes:
+        wire, combine_wire: formats of records and of sums.
+        align: every expert's rows begin at a multiple of this.
+        board, channel: the address of the rank's board, and which of its channels is the lane's.
+        memory: uint8 [NUM_BYTES], this rank's.
+        lane_ptrs: int64 [world], the address of each rank's memory of the lane; this rank's own for those of other
+            hosts, which no id leads to.
+        part_ptrs: int64 [world], the address of each source's part.
+        peers: int64 [ranks on the board], the numbers in the group of those that share memory.
+        sum_dtype: of sums, where that is not the tokens'.
+        index: int64 [num_rows], the record of each expert-sorted row, -1 for padding and behind the last row.
+        expert_counts: int64 [local experts], rows of each expert, without padding.
+        expert_offsets: int64 [local experts + 1], where each expert's rows begin, with padding.
+        positions: int64 [world * max_tokens, top_k], the rows of each record in ascending expert id, -1 behind them.
+        weights: float32 [world * max_tokens, top_k], their router weights.
+        counts: int64 [world], tokens of each source in the round.
+        said: int64 [world], what the line of each rank said that was taken last.
+        filled: int64 [2], how much of positions and of index the last routing left filled.
+        scratch: uint8, what sums need, for one kernel at a time.
+        kept: numbers, by dtype.
+    """
+
+    layout: PulledLayout
+    wire: WireFormat
+    combine_wire: WireFormat
+    rank: int
+    align: int
+    board: int
+    channel: int
+    memory: torch.Tensor
+    lane_ptrs: torch.Tensor
+    part_ptrs: torch.Tensor
+    peers: torch.Tensor
+    sum_dtype: torch.dtype | None
+    index: torch.Tensor
+    expert_counts: torch.Tensor
+    expert_offsets: torch.Tensor
+    positions: torch.Tensor
+    weights: torch.Tensor
+    counts: torch.Tensor
+    said: torch.Tensor
+    filled: torch.Tensor
+    scratch: torch.Tensor
+    kept: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        layout: PulledLayout,
+        wire: WireFormat,
+        combine_wire: WireFormat,
+        rank: int,
+        align: int,
+        board: int,
+        channel: int,
+        memory: torch.Tensor,
+        lane_ptrs: torch.Tensor,
+        part_ptrs: torch.Tensor,
+        peers: torch.Tensor,
+        sum_dtype: torch.dtype | None = None,
+    ) -> PulledLane:
+        """A lane over the ranks' memory; all else is allocated here."""
+        beside: dict[str, Any] = {
+            name: torch.full(shape, value, dtype=dtype, device="cpu")
+            for name, (shape, dtype, value) in cls._tensors_beside(layout, rank, align).items()
+        }
+        return cls(
+            layout, wire, combine_wire, rank, align, board, channel, memory, lane_ptrs, part_ptrs, peers, sum_dtype,
+            **beside,
+        )  # fmt: skip
+
+    @classmethod
+    def _tensors_beside(
+        cls, layout: PulledLayout, rank: int, align: int
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype, int]]:
+        """Shape, dtype and first value of what is allocated beside the ranks' memory."""
+        local = layout.first_expert(rank + 1) - layout.first_expert(rank)
+        slots = layout.WORLD * layout.MAX_TOKENS
+        scratch = 8 * layout.TOP_K + scratch_bytes(layout.HIDDEN, layout.TOP_K, encoded=True)
+        return {
+            "index": ((layout.num_rows(rank, align),), torch.int64, -1),
+            "expert_counts": ((local,), torch.int64, 0),
+            "expert_offsets": ((local + 1,), torch.int64, 0),
+            "positions": ((slots, layout.TOP_K), torch.int64, -1),
+            "weights": ((slots, layout.TOP_K), torch.float32, 0),
+            "counts": ((layout.WORLD,), torch.int64, 0),
+            "said": ((layout.WORLD,), torch.int64, 0),
+            "filled": ((2,), torch.int64, 0),
+            "scratch": ((scratch,), torch.uint8, 0),
+        }
+
+    @classmethod
+    def bytes_beside(cls, layout: PulledLayout, rank: int, align: int) -> int:
+        """What `of` allocates, and the addresses and numbers of all ranks that it is given, on one host."""
+        tensors = cls._tensors_beside(layout, rank, align).values()
+        return 3 * layout.WORLD * torch.int64.itemsize + sum(
+            math.prod(shape) * dtype.itemsize for shape, dtype, _ in tensors
+        )
+
+    def part(self, served: int = 0) -> dict[str, torch.Tensor]:
+        """Views of a part in this rank's memory: `ids`, `weights` and `records` by token, and `tokens`, int64 []."""
+        layout, first = self.layout, served * self.layout.PART_BYTES
+        part, tokens, top_k = self.memory[first : first + layout.PART_BYTES], layout.MAX_TOKENS, layout.TOP_K
+        planes = {"ids": (layout.IDS, torch.int32), "weights": (layout.WEIGHTS, torch.float32)}
+        views = {
+            name: part[begin : begin + 4 * tokens * top_k].view(dtype).view(tokens, top_k)
+            for name, (begin, dtype) in planes.items()
+        }
+        records = part[layout.RECORDS :][: tokens * layout.RECORD_BYTES].view(tokens, layout.RECORD_BYTES)
+        return views | {"records": records, "tokens": part[:8].view(torch.int64)[0]}
+
+
+#: Numbers of a lane that have the names of `PulledLayout`, in lower case.
 _OF_LAYOUT = (
-    "world", "num_experts", "top_k", "hidden", "max_tokens", "slots", "record_bytes", "sum_bytes",
-    "stuck", "signals", "combine_signals", "ids", "weights", "records", "sums", "invariant", "weight_grads",
+    "world", "num_experts", "top_k", "hidden", "max_tokens", "each", "record_bytes", "sum_bytes", "ids", "weights",
+    "records", "sums", "invariant", "weight_grads",
 )  # fmt: skip
 
 #: The addresses of the lane's tensors of these names.
 _TENSORS = (
-    "buffer_ptrs", "home_ptrs", "control", "report", "seen", "index", "expert_counts", "expert_offsets", "positions",
+    "lane_ptrs", "part_ptrs", "peers", "index", "expert_counts", "expert_offsets", "positions", "counts", "said",
+    "filled", "scratch",
 )  # fmt: skip
 
 #: All that is the same in every round of a lane.
 numbers_at = reader_of(
     *_OF_LAYOUT, *_TENSORS,
-    "row_weights",  # the address of the lane's `weights`; those of the layout are where they arrive
-    "rank", "align",
+    "row_weights",  # the address of the lane's `weights`; those of the layout are where they are read
+    "num_peers", "board", "channel", "rank", "align",
     "experts_each", "larger_ranks",  # so many ranks own one expert more
     "first_expert", "local_experts",
     "num_rows",  # that the index has room for
-    "dtype", "dtype_word",  # of the rows, and how a dispatch line names that of the tokens
-    # the layouts of a dispatched record and of a combined one, as the codec has them
+    "dtype", "sum_dtype",  # of the tokens, and of sums
+    # the layouts of a dispatched record and of a sum, as the codec has them
     *(f"record_{name}" for name in LAYOUT_FIELDS), *(f"sum_{name}" for name in LAYOUT_FIELDS),
 )  # fmt: skip
 
 
 class Numbers(NamedTuple):
-    """A lane's numbers in memory, and why rows of this dtype cannot travel on the lane, where they cannot."""
+    """A lane's numbers, and the address of their memory."""
 
     words: np.ndarray
     address: int
-    refusal: str
 
 
-def _numbers(lane: Lane, dtype: torch.dtype | None) -> Numbers:
-    layout, rank = lane.layout, lane.rank
-    if layout.WORLD > MAX_WORLD:
-        raise RoutingError(f"a lane of {layout.WORLD} ranks; accepted: at most {MAX_WORLD}")
-    legs: list[Layout] = []
-    refusal = ""
-    for leg, room in ((lane.wire, layout.RECORD_BYTES), (lane.combine_wire, layout.SUM_BYTES)):
-        legs.append((0,) * 6 if dtype is None else record_layout(leg, layout.HIDDEN, dtype))
-        if legs[-1][-1] > room:
-            refusal = (
-                f"a row of {layout.HIDDEN} elements of {dtype} takes {legs[-1][-1]} bytes in wire format {str(leg)!r}, "
-                f"and this lane was laid out for {room}; accepted: rows of the dtype that it was laid out for"
-            )
-    words = in_memory(
-        *(getattr(layout, name.upper()) for name in _OF_LAYOUT), *addresses(lane, *_TENSORS, "weights"),
-        rank, lane.align,
-        layout.NUM_EXPERTS // layout.WORLD, layout.NUM_EXPERTS % layout.WORLD,
-        layout.first_expert(rank), layout.first_expert(rank + 1) - layout.first_expert(rank),
-        layout.num_rows(rank, lane.align),
-        0 if dtype is None else dtype_code(dtype), -1 if dtype is None else DTYPE_CODES[lane.tokens_dtype or dtype],
-        *legs[0], *legs[1],
-    )  # fmt: skip
-    return Numbers(*words, refusal)
-
-
-def numbers_of(lane: Lane, dtype: torch.dtype | None = None) -> Numbers:
-    """The numbers of a lane whose rows have a dtype; without one, of a kernel that looks at no row.
+def numbers_of(lane: PulledLane, dtype: torch.dtype) -> int:
+    """The address of the numbers of a lane whose tokens have a dtype.
 
     Raises:
-        WireFormatError: for a dtype that cannot travel.
-        RoutingError: for more ranks than `MAX_WORLD`.
+        WireFormatError: a dtype that cannot travel, or whose records are larger than the lane's.
     """
     numbers: Numbers | None = lane.kept.get(dtype)
     if numbers is None:
         numbers = lane.kept[dtype] = _numbers(lane, dtype)
-    return numbers
+    return numbers.address
 
 
-def numbers_that_fit(lane: Lane, dtype: torch.dtype | None) -> Numbers:
-    """The same, or WireFormatError for a dtype whose records are larger than the lane's slots."""
-    numbers = numbers_of(lane, dtype)
-    if numbers.refusal:
-        raise WireFormatError(numbers.refusal)
-    return numbers
+def _numbers(lane: PulledLane, dtype: torch.dtype) -> Numbers:
+    layout, rank, sum_dtype = lane.layout, lane.rank, lane.sum_dtype or dtype
+    record, total = (
+        record_layout(wire, layout.HIDDEN, of) for wire, of in ((lane.wire, dtype), (lane.combine_wire, sum_dtype))
+    )
+    if record[-1] > layout.RECORD_BYTES or total[-1] > layout.SUM_BYTES:
+        raise WireFormatError(
+            f"a row of {layout.HIDDEN} elements of {dtype} takes {record[-1]} bytes on the way out and {total[-1]} on "
+            f"the way home, and this lane was laid out for {layout.RECORD_BYTES} and {layout.SUM_BYTES}"
+        )
+    words = in_memory(
+        *(getattr(layout, name.upper()) for name in _OF_LAYOUT),
+        *(getattr(lane, name).data_ptr() for name in (*_TENSORS, "weights")),
+        lane.peers.numel(), lane.board, lane.channel, rank, lane.align,
+        layout.NUM_EXPERTS // layout.WORLD, layout.NUM_EXPERTS % layout.WORLD,
+        layout.first_expert(rank), layout.first_expert(rank + 1) - layout.first_expert(rank),
+        layout.num_rows(rank, lane.align), dtype_code(dtype), dtype_code(sum_dtype), *record, *total,
+    )  # fmt: skip
+    return Numbers(*words)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -121,22 +316,8 @@ def record_layout_of(lane):
 
 @device
 def sum_layout_of(lane):
-    """The same of a combined record."""
+    """The same of a sum."""
     return lane[-6:]
-
-
-@device
-def mixed_dtypes(lane, kind):
-    """Whether records of `kind` hold elements of another dtype than `lane` has: only those of `none` hold a dtype."""
-    word = np.int64(load_int32(own_line(lane, lane.signals, lane.rank) + 4 * SIGNAL_DTYPE))
-    return kind == NONE and (word < 0 or word & _DTYPE_MASK != lane.dtype_word)
-
-
-@device
-def token_count(lane, source):
-    """How many tokens a rank sent this rank in this round; 0 where it wrote a number that cannot be."""
-    tokens = load_int32(own_line(lane, lane.signals, source) + 4 * SIGNAL_TOKENS)
-    return np.int64(tokens) if 0 <= tokens <= lane.max_tokens else np.int64(0)
 
 
 @device
@@ -152,7 +333,7 @@ def owner_of(expert, lane):
 
 @device
 def destinations(ids, lane, ranks):
-    """Writes the ranks that own a token's experts, ascending, each once, and returns how many: at most `slots`.
+    """Writes the ranks that own a token's experts, ascending, each once, and returns how many: at most `top_k`.
 
     `ids` is the address of the token's int32 ids, any numbers, and `ranks` of `RANKS_BYTES` for int64.
     """
@@ -185,32 +366,3 @@ def senders(ids, lane, ranks):
             store_int64(ranks + 8 * place, owner)
             count += 1
     return count
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# In launchers
-
-
-def check_rows(rows: torch.Tensor, hidden: int, name: str) -> None:
-    """Raises RoutingError for what is not rows of so many elements."""
-    if rows.dim() != 2 or rows.shape[1] != hidden:
-        raise RoutingError(f"{name} has the shape {tuple(rows.shape)}; accepted: [rows, {hidden}]")
-
-
-def check_out(out: torch.Tensor, hidden: int) -> None:
-    """Raises RoutingError for an output that a kernel, which sees an address and a row stride, cannot fill."""
-    check_rows(out, hidden, "out")
-    if hidden > 1 and out.stride(1) != 1:
-        raise RoutingError(f"out has the strides {out.stride()}; accepted: each row's columns side by side")
-
-
-def readable_rows(rows: torch.Tensor, hidden: int, name: str) -> torch.Tensor:
-    """Rows with their columns side by side: the same ones, or a copy where they are not."""
-    check_rows(rows, hidden, name)
-    return rows if hidden == 1 or rows.stride(1) == 1 else rows.contiguous()
-
-
-def check_dtype(result: int, name: str, dtype: torch.dtype) -> None:
-    """Raises RoutingError for rows of another dtype than the records hold, if a kernel said so."""
-    if result == MIXED_DTYPES:
-        raise RoutingError(f"{name} is {dtype}; with wire format 'none' it must be of the dtype of the tokens sent")

@@ -6,16 +6,24 @@ wire cost no pass of their own: each row is read once, and its record is written
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 
+from thinwire.log import LOGGER
 from thinwire.triton_kernels.cpu.codec import Layout, dequantize_row, dtype_code, quantize_row, record_layout
-from thinwire.triton_kernels.cpu.compat import device, kernel
+from thinwire.triton_kernels.cpu.compat import kernel
 from thinwire.triton_kernels.cpu.ir.intrinsics import load_int64
-from thinwire.triton_kernels.cpu.team import do_rows, run_in_team, threads_for
 from thinwire.triton_kernels.pack import item_count
 from thinwire.wire import WireFormat
+
+#: Bytes of rows that are worth a thread. One takes 25 us of the caller's time, and as long again until it runs. With
+#: half as many bytes it is worth that on an idle core, and a loss of a sixth where another process keeps the core busy.
+BYTES_PER_THREAD = 4 << 20
+_LEAST_STACK_BYTES = 128 << 10  # of a thread; kernels keep 32 KiB of a row there, and 20 KiB of records
 
 
 @kernel
@@ -35,40 +43,46 @@ def unpack_kernel(records, record_stride, record_index, out, out_stride, dtype, 
         dequantize_row(records + record * record_stride, out + row * out_stride, dtype, layout)
 
 
-@device
-def pack_some(where, first, stop):
-    """Records `first` to before `stop`, of a team's work."""
-    x, x_stride, dtype, row_index, records, record_stride, layout = where
-    index = row_index + 8 * first if row_index else row_index
-    rows = x if row_index else x + first * x_stride
-    pack_kernel(rows, x_stride, dtype, index, records + first * record_stride, record_stride, stop - first, layout)
+def threads_for(count: int, row_bytes: int, threads: int) -> int:
+    """How many of the threads that a rank may use are worth it for `count` rows.
+
+    One where `threading.stack_size` gives new threads too little for kernels: they would overrun it.
+    """
+    if count * row_bytes < 2 * BYTES_PER_THREAD or 0 < threading.stack_size() < _LEAST_STACK_BYTES:
+        return 1
+    return max(1, min(threads, count, count * row_bytes // BYTES_PER_THREAD))
 
 
-@kernel
-def pack_in_team_kernel(x, x_stride, dtype, row_index, records, record_stride, count, layout, words, member):
-    """`pack_kernel` in each thread of a team."""
-    do_rows(words, member, count, pack_some, (x, x_stride, dtype, row_index, records, record_stride, layout))
+def share_rows(threads: int, count: int, run: Callable[[int, int], object]) -> None:
+    """Calls `run(first, stop)` for all of `count` rows, a part in each of so many threads, and waits for them.
+
+    Threads are started for the call and end with it: a pool would have to be made anew after a fork. Where the system
+    has no more of them, this thread does their parts, and the log says so once. `run` holds the tensors that it works
+    on, as an exception may end this call before the others do.
+    """
+    if sys.is_finalizing():  # a thread that is started now would never run
+        run(0, count)
+        return
+    others: list[threading.Thread] = []
+    rows = -(-count // threads)
+    for first in range(rows, count, rows):
+        other = threading.Thread(target=run, args=(first, min(first + rows, count)), daemon=True)
+        try:
+            other.start()
+        except (RuntimeError, MemoryError) as error:
+            _warn(f"{1 + len(others)} of {threads} threads share the rows of large calls: {error!r}")
+            run(first, count)
+            break
+        others.append(other)
+    run(0, min(rows, count))
+    for other in others:
+        other.join()
 
 
-@device
-def unpack_some(where, first, stop):
-    """Items `first` to before `stop`, of a team's work."""
-    records, record_stride, record_index, out, out_stride, dtype, row_index, layout = where
-    chosen = record_index + 8 * first if record_index else record_index
-    index = row_index + 8 * first if row_index else row_index
-    source = records if record_index else records + first * record_stride
-    target = out if row_index else out + first * out_stride
-    unpack_kernel(source, record_stride, chosen, target, out_stride, dtype, index, stop - first, layout)
-
-
-@kernel
-def unpack_in_team_kernel(
-    records, record_stride, record_index, out, out_stride, dtype, row_index, count, layout, words,
-    member,
-):  # fmt: skip
-    """`unpack_kernel` in each thread of a team; no two items have the same row."""
-    where = (records, record_stride, record_index, out, out_stride, dtype, row_index, layout)
-    do_rows(words, member, count, unpack_some, where)
+@lru_cache(maxsize=16)
+def _warn(message: str) -> None:
+    """Once for each message."""
+    LOGGER.warning(message)
 
 
 @lru_cache(maxsize=1024)
@@ -91,19 +105,20 @@ def pack_rows(
     Up to `threads` threads share the rows of a large call. The columns of a row lie side by side. Raises
     WireFormatError for another dtype, TransportUnavailable without numba.
     """
-    count = records.shape[0]
+    count, hidden = records.shape[0], x.shape[1]
+    if threads > 1 and (threads := threads_for(count, hidden * x.itemsize, threads)) > 1:
+
+        def pack(first: int, stop: int) -> None:
+            index, rows = (None, x[first:stop]) if row_index is None else (row_index[first:stop], x)
+            pack_rows(rows, wire, index, records[first:stop])
+
+        return share_rows(threads, count, pack)
     if count == 0:
-        return
+        return None
     row_index, rows = _in_a_row(row_index)
-    hidden = x.shape[1]
     size, code, layout = _form(wire, hidden, x.dtype)
-    arguments = x.data_ptr(), x.stride(0) * size, code, rows, records.data_ptr(), records.stride(0), count, layout
-    if threads > 1:
-        threads = threads_for(count, hidden * size, threads)
-    if threads > 1:
-        run_in_team(threads, count, pack_in_team_kernel, *arguments)
-    else:
-        pack_kernel(*arguments)
+    pack_kernel(x.data_ptr(), x.stride(0) * size, code, rows, records.data_ptr(), records.stride(0), count, layout)
+    return None
 
 
 def unpack_rows(
@@ -119,18 +134,22 @@ def unpack_rows(
     Up to `threads` threads share the rows of a large call. The columns of a row lie side by side. Raises
     WireFormatError for another dtype, TransportUnavailable without numba.
     """
-    count = item_count(records, record_index, row_index)
+    count, hidden = item_count(records, record_index, row_index), out.shape[1]
+    if threads > 1 and (threads := threads_for(count, hidden * out.itemsize, threads)) > 1:
+
+        def unpack(first: int, stop: int) -> None:
+            chosen, source = (
+                (None, records[first:stop]) if record_index is None else (record_index[first:stop], records)
+            )
+            index, target = (None, out[first:stop]) if row_index is None else (row_index[first:stop], out)
+            unpack_rows(source, wire, chosen, index, target)
+
+        return share_rows(threads, count, unpack)
     if count == 0:
-        return
+        return None
     record_index, chosen = _in_a_row(record_index)
     row_index, rows = _in_a_row(row_index)
-    hidden = out.shape[1]
     size, code, layout = _form(wire, hidden, out.dtype)
     target = out.data_ptr(), out.stride(0) * size
-    arguments = records.data_ptr(), records.stride(0), chosen, *target, code, rows, count, layout
-    if threads > 1:
-        threads = threads_for(count, hidden * size, threads)
-    if threads > 1:
-        run_in_team(threads, count, unpack_in_team_kernel, *arguments)
-    else:
-        unpack_kernel(*arguments)
+    unpack_kernel(records.data_ptr(), records.stride(0), chosen, *target, code, rows, count, layout)
+    return None

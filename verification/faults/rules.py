@@ -47,6 +47,7 @@ class Outcome(Enum):
     RIGHT_OR_LOST = "the others name it, once they miss it"
     CONFIG = "ConfigMismatch everywhere, and all may go on"
     COUNTS = "CountsError everywhere, and all may go on"
+    OTHERS = "CountsError everywhere, ConfigMismatch at it, and all may go on"
     ROUTING = "RoutingError everywhere, and all may go on"
     NOBODY_LOST = "PeerTimeout everywhere, which names nobody"
 
@@ -60,7 +61,7 @@ class Outcome(Enum):
         """What is raised, "" for nothing."""
         names = {
             Outcome.RIGHT: "", Outcome.CONFIG: "ConfigMismatch", Outcome.COUNTS: "CountsError",
-            Outcome.ROUTING: "RoutingError",
+            Outcome.OTHERS: "CountsError", Outcome.ROUTING: "RoutingError",
         }  # fmt: skip
         return names.get(self, "PeerTimeout")
 
@@ -117,6 +118,8 @@ def expected(cell: Cell) -> Outcome:
             return Outcome.COUNTS if cell.operation == ALL_TO_ALL else Outcome.CONFIG
         case "another operation" if cell.direct and cell.operation in (ALL_REDUCE, ALL_GATHER):
             return Outcome.CONFIG
+        case "another operation" if cell.direct and cell.operation == ALL_TO_ALL:
+            return Outcome.OTHERS
         case "other settings" | "other sizes" | "another operation":
             return Outcome.NOBODY_LOST
     return Outcome.RIGHT_OR_LOST

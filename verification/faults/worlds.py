@@ -306,6 +306,8 @@ def _judge(result: Result, reports: dict[int, Report], timeout: float) -> None:
 def _judge_calls(cell: Cell, rank: int, calls: list[Called], outcome: Outcome, problems: list[str]) -> None:
     errors = [called.error for called in calls]
     last, name = calls[-1], outcome.error
+    if outcome is Outcome.OTHERS and rank == cell.victim:
+        name = "ConfigMismatch"
     if outcome is Outcome.RIGHT:
         held = not any(errors)
     elif outcome is Outcome.LOST:

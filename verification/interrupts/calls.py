@@ -88,6 +88,29 @@ def _collective(name: str, wire: str) -> Place:
     return Place(f"{name} {wire}", make)
 
 
+def _pending(kind: str, comm: Communicator, transport: str) -> Steps:
+    """A call that is pending: its own wait may be interrupted, or what ends it before another call."""
+
+    def begin(step: int) -> tuple[torch.Tensor, Any]:
+        x = torch.full((comm.size * ROWS, 5000), _value(comm.rank, step))
+        if kind == "an exact Work":
+            return x, comm.all_reduce(x, async_op=True)
+        out = torch.empty_like(x)
+        return out, tw.all_to_all_v(x, out=out, wire="none", comm=comm, transport=transport, async_op=True)
+
+    def end(begun: tuple[torch.Tensor, Any]) -> torch.Tensor:
+        if kind == "what ends a Work":
+            comm.exchange_counts([1] * comm.size)
+        begun[1].wait()
+        return begun[0]
+
+    def expected(step: int) -> list[float]:
+        each = [_value(rank, step) for rank in range(comm.size)]
+        return [sum(each)] * comm.size if kind == "an exact Work" else each
+
+    return Steps(begin, end, lambda out: out.view(comm.size, -1).mean(1).tolist(), expected)
+
+
 def _data(comm: Communicator, transport: str) -> Steps:
     return Steps(
         lambda step: 1000 * step + 100 * comm.rank,
@@ -139,11 +162,19 @@ def _round(leg: str, comm: Communicator, transport: str) -> Steps:
         "dispatch_start": Steps(
             tokens, lambda inputs: ep.dispatch_start(*inputs), lambda s: read_round(ep.dispatch_finish(s)), both
         ),
+        "dispatch_finish": Steps(
+            lambda step: ep.dispatch_start(*tokens(step)), lambda s: ep.dispatch_finish(s), read_round, both
+        ),
         "combine": Steps(open_round, lambda made: ep.combine(*made), home, lambda step: both(step)[1:]),
         "combine_start": Steps(
             open_round, lambda made: ep.combine_start(*made), lambda s: home(ep.combine_finish(s)),
             lambda step: both(step)[1:],
         ),
+        "combine_finish": Steps(
+            lambda step: ep.combine_start(*open_round(step)), lambda s: ep.combine_finish(s), home,
+            lambda step: both(step)[1:],
+        ),
+        "abandon": Steps(open_round, lambda made: made[1].abandon(), lambda _: [0.0], lambda step: [0.0]),
         "backward": Steps(forward, differentiate, home, lambda step: [200.0 * step]),
     }  # fmt: skip
     return legs[leg]
@@ -154,11 +185,15 @@ PLACES = [
     _collective("reduce_scatter", "int8"),
     _collective("all_reduce", "int8"),
     Place("all_gather_data", _data),
+    *(Place(kind, functools.partial(_pending, kind)) for kind in ("a Work", "an exact Work", "what ends a Work")),
     *(
         Place(leg, functools.partial(_round, leg))
-        for leg in ("dispatch", "dispatch_start", "combine", "combine_start", "backward")
+        for leg in (
+            "dispatch", "dispatch_start", "dispatch_finish", "combine", "combine_start", "combine_finish", "abandon",
+            "backward",
+        )
     ),
-]
+]  # fmt: skip
 
 
 class Raise:

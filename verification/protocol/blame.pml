@@ -41,9 +41,9 @@ byte dead; /* the set of ranks that died */
 #else
 #define NEEDS(peer) true
 #endif
-/* triton_kernels/cpu/signal.py signalled */
+/* triton_kernels/signal.py wait_for_all */
 #define SIGNALLED(phase, peer) (!NEEDS(peer) || FLAG(phase, rank, peer) >= epoch)
-/* triton_kernels/cpu/signal.py give_up: a peer that neither signalled nor said that it is stuck */
+/* triton_kernels/signal.py give_up: a peer that neither signalled nor said that it is stuck */
 #define SILENT(phase, peer) (!stuck[AT(rank, peer)] && !SIGNALLED(phase, peer))
 
 #define NEXT_TO(step) ((rank + (step)) % RANKS)
@@ -76,7 +76,7 @@ bool goal_reached;
 byte finished, gave_up[2]; /* ranks that finished, and that gave up in each phase */
 #endif
 
-/* triton_kernels/cpu/signal.py publish; triton_kernels/signal.py publish */
+/* triton_kernels/signal.py publish */
 inline publish(phase) {
     FLAG(phase, NEXT_TO(1), rank) = epoch;
     FLAG(phase, NEXT_TO(2), rank) = epoch;
@@ -85,7 +85,7 @@ inline publish(phase) {
 #endif
 }
 
-inline tell(peer) { /* triton_kernels/cpu/signal.py tell_stuck: words of the stuck line, then its flag */
+inline tell(peer) { /* triton_kernels/signal.py give_up: words of the stuck line, then its flag */
     stuck[AT(peer, rank)] = 1
 }
 
@@ -103,20 +103,20 @@ inline blame_silent(phase) {
     peer = 0
 }
 
-/* triton_kernels/cpu/signal.py give_up; triton_kernels/signal.py give_up */
+/* triton_kernels/signal.py give_up */
 inline give_up(phase) {
 #ifndef BROKEN_NO_GRACE
-    tell(NEXT_TO(1)); /* triton_kernels/cpu/signal.py tell_stuck */
+    tell(NEXT_TO(1)); /* triton_kernels/signal.py give_up */
     tell(NEXT_TO(2));
 #if RANKS > 3
     tell(NEXT_TO(3));
 #endif
     if
-    :: !ANY_SILENT(phase) /* triton_kernels/cpu/signal.py give_up: nobody is left to wait for */
-    :: GRACE /* triton_kernels/cpu/signal.py give_up: the grace time is over */
+    :: !ANY_SILENT(phase) /* triton_kernels/signal.py give_up: nobody is left to wait for */
+    :: GRACE /* triton_kernels/signal.py give_up: the grace time is over */
     fi;
 #endif
-    d_step { /* triton_kernels/cpu/signal.py give_up: the report's words; triton_kernels/signal.py poison */
+    d_step { /* triton_kernels/signal.py give_up: the report's words; triton_kernels/signal.py poison */
         blame_silent(phase);
 #ifdef NO_INNOCENTS
         assert((blamed & ~dead) == 0);
@@ -137,7 +137,7 @@ inline give_up(phase) {
     goto raised
 }
 
-/* triton_kernels/cpu/signal.py wait_for_all: the clock and the reports are read before the flags. */
+/* triton_kernels/signal.py wait_for_all: the clock and the reports are read before the flags. */
 inline look_again(phase) {
     if
     :: ALL_SIGNALLED(phase)
@@ -145,15 +145,15 @@ inline look_again(phase) {
     fi
 }
 
-/* triton_kernels/cpu/dispatch.py wait: triton_kernels/cpu/signal.py wait_for_all, triton_kernels/signal.py wait_for_all */
+/* triton_kernels/dispatch.py wait: triton_kernels/signal.py wait_for_all */
 inline wait(phase) {
     if
     :: ALL_SIGNALLED(phase)
 #ifndef BROKEN_DEAF
-    :: SOMEONE_IS_STUCK -> /* triton_kernels/cpu/signal.py someone_is_stuck */
+    :: SOMEONE_IS_STUCK -> /* triton_kernels/signal.py wait_for_all */
         look_again(phase)
 #endif
-    :: !ALL_SIGNALLED(phase) && DEADLINE -> /* triton_kernels/cpu/signal.py wait_for_all: time is up */
+    :: !ALL_SIGNALLED(phase) && DEADLINE -> /* triton_kernels/signal.py wait_for_all: time is up */
         look_again(phase)
     fi
 }
@@ -164,9 +164,9 @@ active [RANKS] proctype stream() {
     {
         do
         :: epoch <= EPOCHS ->
-            publish(DISPATCH); /* triton_kernels/cpu/dispatch.py send_tokens */
+            publish(DISPATCH); /* triton_kernels/dispatch.py send_tokens */
             wait(DISPATCH);
-            publish(COMBINE); /* triton_kernels/cpu/combine.py send_sums */
+            publish(COMBINE); /* triton_kernels/combine.py send_sums */
             wait(COMBINE);
             epoch++
         :: epoch > EPOCHS -> break

@@ -95,23 +95,20 @@ _PUBLISH = [
     Case("publish", "arrivals are not reset", "BROKEN_NO_RESET", DEADLOCK),
 ]
 
-_TWO_LEVEL = [
-    _holds("two_level", "hosts of 2 and 2 ranks, 4 rounds", "EPOCHS=4", 450_000),
-    _holds("two_level", "hosts of 1 and 3 ranks, 3 rounds", "UNEVEN", 500_000),
-    _holds("two_level", "2 and 2 ranks, 2 rounds, closed or not", "EPOCHS=2 CLOSES", 2_500_000),
-    _holds("two_level", "part by part, 2 and 2 ranks", "PARTS", 600_000),
-    _holds("two_level", "part by part, 1 and 3 ranks", "PARTS UNEVEN", 900_000),
-    _holds("two_level", "counts are exchanged first", "COUNTS", 300_000),
-    _holds("two_level", "a message comes twice", "TWICE", 300_000),
-    Case("two_level", "goal: the end, after rounds of both kinds", "CLOSES GOAL_END", GOAL),
-    Case("two_level", "goal: a message before the last is taken", "GOAL_AHEAD", GOAL),
-    Case("two_level", "a line in another's name before its slots", "BROKEN_EARLY_LINE", "slot["),
-    Case("two_level", "waits for all lines before it forwards", "BROKEN_LATE_FORWARD", DEADLOCK),
-    Case("two_level", "a combine line before the sums", "UNEVEN BROKEN_EARLY_COMBINE", "!(has_sums["),
-    Case("two_level", "a part is not waited for", "PARTS BROKEN_NO_PARTS_WAIT", "line_word["),
-    Case("two_level", "the next round without the combine's wait", "BROKEN_NO_COMBINE_WAIT", "slot["),
-    Case("two_level", "no combine line in another's name", "BROKEN_NO_SERVED_COMBINE", DEADLOCK),
-    Case("two_level", "a message is taken whatever its number", "TWICE BROKEN_NO_SEQUENCE", "slot["),
+_PULLING = [
+    _holds("pulling", "3 ranks, 3 rounds, closed or not", "EPOCHS=3", 900_000),
+    _holds("pulling", "ranks that say different things", "EPOCHS=2 MISMATCHES", 900_000),
+    _holds("pulling", "one sleeps for two", "SLEEP", 60_000),
+    Case("pulling", "goal: sums of one, and none of the other", "GOAL_CLOSED_AND_SUMMED", GOAL),
+    Case("pulling", "goal: sleeps for the last lines", "SLEEP GOAL_SLEPT", GOAL),
+    Case("pulling", "a line before the tokens", "BROKEN_EARLY_LINE", "tokens["),
+    Case("pulling", "a line before the sums", "BROKEN_EARLY_SUMS_LINE", "(of_left!=1)||(sums["),
+    Case("pulling", "no wait for tokens", "BROKEN_NO_DISPATCH_WAIT", "tokens["),
+    Case("pulling", "no wait for sums", "BROKEN_NO_COMBINE_WAIT", "(taken_there["),
+    Case("pulling", "a ring of one line", "BROKEN_RING_OF_ONE", "(taken_there["),
+    Case("pulling", "looks for sleepers before its line is seen", "SLEEP BROKEN_NO_FENCE", DEADLOCK),
+    Case("pulling", "sleeps without a second look", "SLEEP BROKEN_NO_SECOND_LOOK", DEADLOCK),
+    Case("pulling", "sleeps without comparing", "SLEEP BROKEN_NO_COMPARE", DEADLOCK),
 ]
 
 _LEGS = [
@@ -144,19 +141,12 @@ _COLLECTIVE = [
 _TWO = "RANKS=2 EPOCHS=2"
 _RING = [
     _holds("legs", "ring: 2 ranks, any pieces, in steps", f"RING_STEPS {_TWO}", 130_000),
-    _holds("legs", "ring: 2 ranks, any pieces, by turns", f"RING_TURNS {_TWO}", 250_000),
-    _holds("legs", "ring: 2 ranks, one in steps, one by turns", f"RING_STEPS RING_TURNS {_TWO}", 200_000),
     _holds("legs", "ring: 3 ranks, all pieces or no rows", "RING_STEPS ALL_OR_NONE EPOCHS=1", 1_000_000),
     _holds("legs", "ring: 3 ranks, 2 epochs", "RING_STEPS ALL EPOCHS=2", 30_000),
-    _holds("legs", "ring: 3 ranks, 2 epochs, one by turns",
-           "RING_STEPS RING_TURNS ALL EPOCHS=2 PIECES=1 SLOTS=1", 90_000),
     _holds("legs", "ring: 3 ranks, 2 epochs, of one slot", "RING_STEPS ALL EPOCHS=2 SLOTS=1", 20_000),
     Case("legs", "ring: goal: the end, after a wrap", f"RING_STEPS {_TWO} GOAL_END", GOAL),
-    Case("legs", "ring: goal: the end, by turns", f"RING_TURNS {_TWO} GOAL_END", GOAL),
     Case("legs", "ring: goal: a sender waits for a slot", f"RING_STEPS {_TWO} GOAL_FULL", GOAL),
-    Case("legs", "ring: goal: pieces of two epochs in it", f"RING_TURNS {_TWO} GOAL_TWO_EPOCHS", GOAL),
     Case("legs", "ring: heads are not looked at", f"RING_STEPS {_TWO} BROKEN_NO_HEADS", "slot_first["),
-    Case("legs", "ring: the same, by turns", f"RING_TURNS {_TWO} BROKEN_NO_HEADS", "slot_first["),
     Case("legs", "ring: a head before the slot was read", f"RING_STEPS {_TWO} BROKEN_EARLY_HEAD", "slot_first["),
     Case("legs", "ring: a tail before the piece is there", f"RING_STEPS {_TWO} BROKEN_EARLY_TAIL", "slot_first["),
     Case("legs", "ring: numbers begin again", f"RING_STEPS {_TWO} BROKEN_NUMBERS_RESTART", "slot_first["),
@@ -206,30 +196,18 @@ _REBUILD = [
     Case("rebuild", "into the old memory", "BROKEN_SAME_MEMORY", "record_first["),
 ]
 
-_STRAIGHT = [
-    _holds("straight", "a pair, 5 epochs, any places, any of them taken", "", 60_000),
-    Case("straight", "goal: the end, after rows of every way", "GOAL_END", GOAL),
-    Case("straight", "goal: a header before the last is read", "GOAL_AHEAD", GOAL),
-    Case("straight", "the receiver's header is not waited for", "BROKEN_NO_READINESS", "(out_first==100"),
-    Case("straight", "no place is not told", "BROKEN_STALE_PLACE", "(word_first"),
-    Case("straight", "a tail before the rows are there", "BROKEN_EARLY_TAIL", "(out_first==epoch"),
-    Case("straight", "a receiver goes by what it told", "BROKEN_NO_MARK", "(out_first==epoch"),
-    Case("straight", "a mark that is of no piece", "BROKEN_MARK_WITHOUT_NUMBER", "(out_first==epoch"),
-    Case("straight", "pieces that differ are left there", "BROKEN_LEAVES_PIECES", "(out_first==100"),
+_PULL = [
+    _holds("pull", "2 readers, 3 pieces, 2 slots", "", 3_000_000),
+    _holds("pull", "one reader, 6 pieces", "READERS=1 PIECES=6", 1_000),
+    Case("pull", "goal: the end", "GOAL_END", GOAL),
+    Case("pull", "goal: a rank sleeps", "GOAL_SLEPT", GOAL),
+    Case("pull", "no second look before sleep", "BROKEN_NO_SECOND_LOOK", DEADLOCK),
+    Case("pull", "sleeps though the number has changed", "BROKEN_SLEEPS_ANYWAY", DEADLOCK),
+    Case("pull", "nobody is woken", "BROKEN_NO_LOOK_AT_AWAITED", DEADLOCK),
+    Case("pull", "a slot is written before it was read", "BROKEN_NO_ACKNOWLEDGEMENT", "slot["),
+    Case("pull", "a line before the slot is there", "BROKEN_EARLY_LINE", "slot["),
+    Case("pull", "taken before it is read", "BROKEN_EARLY_TAKE", "slot["),
 ]
-
-_LIVES = "((tail||(stored!=seen))||sender_reported)||dead"
-_PROGRESS = [
-    Case("progress", "who stores is not named", "", HOLDS, 3_000, reduced=False),
-    Case("progress", "goal: the dead is named", "GOAL_NAMED", GOAL, reduced=False),
-    Case("progress", "goal: who stores is spared in the grace time", "GOAL_SPARED", GOAL, reduced=False),
-    Case("progress", "goal: who stops for a report is spared", "GOAL_STOPPED", GOAL, reduced=False),
-    Case("progress", "the receiver's report is not looked at", "BROKEN_STORES_ON", "late_pieces<=1", reduced=False),
-    Case("progress", "a sender stops and does not report it", "BROKEN_STOPS_SILENTLY", _LIVES, reduced=False),
-    Case("progress", "nothing is said before the tail", "BROKEN_NO_PROGRESS", "reported||dead", reduced=False),
-    Case("progress", "limit: a piece takes longer than the grace time", "LAG=2 TIMEOUT=3 GRACE=1", _LIVES,
-         reduced=False),
-]  # fmt: skip
 
 _VERDICT = [
     _holds("verdict", "3 ranks, links come back: all hold one verdict", "HEALS", 10_000_000),
@@ -246,7 +224,7 @@ _VERDICT = [
 ]
 
 CASES = [
-    *_ROUND_TRIP, *_TWO_LEVEL, *_PUBLISH, *_LEGS, *_COLLECTIVE, *_RING, *_STRAIGHT, *_BLAME, *_TIMING, *_PROGRESS,
+    *_ROUND_TRIP, *_PULLING, *_PULL, *_PUBLISH, *_LEGS, *_COLLECTIVE, *_RING, *_BLAME, *_TIMING,
     *_REBUILD, *_VERDICT,
 ]  # fmt: skip
 

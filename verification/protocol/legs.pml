@@ -7,11 +7,10 @@
  * Without one of these macros that is all, and a pair has rows in an epoch or none:
  * COLLECTIVE: any of three collectives, one after the other. The header says which one, and all compare. An all-reduce
  * takes a second epoch for its sums, which has a flag and no words.
- * RING_STEPS, RING_TURNS: all-to-all-v. The header says how many pieces a pair has. The first lies in the half, the
+ * RING_STEPS: all-to-all-v. The header says how many pieces a pair has. The first lies in the half, the
  * others go through a ring of slots. They are numbered, and the numbers go on from epoch to epoch: the tail says how
  * many were stored, the head how many were taken, and number n may be stored once n + 1 - SLOTS were taken. In steps, a
- * rank stores a piece for everyone that gets one, then takes a piece of everyone that sends one. By turns, it does
- * whatever is possible with whomever, headers included. With both macros, rank 0 goes by turns and the others in steps.
+ * rank stores a piece for everyone that gets one, then takes a piece of everyone that sends one.
  *
  * A memory cell holds the epoch in which it was last written, and in a ring the number as well, so a read that comes
  * too early or too late shows. Before the flag that publishes them stores come in any order: the header's words, and
@@ -40,7 +39,7 @@
 #ifndef SLOTS
 #define SLOTS 2
 #endif
-#if defined(RING_STEPS) || defined(RING_TURNS)
+#ifdef RING_STEPS
 #define RING
 #ifndef PIECES
 #define PIECES 3
@@ -111,7 +110,7 @@ byte head[RANKS * RANKS] = FIRST_NUMBER; /* [AT(source, destination)]: pieces th
 #endif
 
 byte ranks_done;
-#if defined(GOAL_END) || defined(GOAL_AHEAD) || defined(GOAL_FULL) || defined(GOAL_TWO_EPOCHS)
+#if defined(GOAL_END) || defined(GOAL_AHEAD) || defined(GOAL_FULL)
 bool goal_reached;
 bool met_op[3], met_difference, met_no_peers, met_all_peers;
 byte epochs_read[RANKS];
@@ -212,7 +211,7 @@ inline publish_header_to(target) {
 #endif
 }
 
-inline publish_header() { /* triton_kernels/signal.py publish; triton_kernels/cpu/signal.py publish */
+inline publish_header() { /* triton_kernels/signal.py publish */
     publish_header_to(RIGHT);
 #if RANKS > 2
     publish_header_to(LEFT)
@@ -241,7 +240,7 @@ inline store_first_leg() { /* and the header's words */
         (todo & PART_FIRST) -> todo = todo & ~PART_FIRST;
         store_part(half_first[IN(HALF(epoch), peer, rank)]) }
 #ifndef COLLECTIVE
-    :: d_step { /* triton_kernels/pieces.py send_rows_kernel; triton_kernels/cpu/all_to_all_v.py send_next */
+    :: d_step { /* triton_kernels/pieces.py send_rows_kernel */
         (todo & PART_SECOND) -> todo = todo & ~PART_SECOND;
         store_part(half_second[IN(HALF(epoch), peer, rank)]) }
 #endif
@@ -252,7 +251,7 @@ inline store_first_leg() { /* and the header's words */
 #define HEADER_CAME(source) \
     (!CONNECTED(source, rank) || REACHED(header_flag[IN(HEADER_HALF(epoch), rank, source)], epoch))
 
-inline wait_headers() { /* triton_kernels/signal.py wait_for_all; triton_kernels/cpu/signal.py wait_for_all */
+inline wait_headers() { /* triton_kernels/signal.py wait_for_all */
     HEADER_CAME(RIGHT);
 #if RANKS > 2
     HEADER_CAME(LEFT)
@@ -410,15 +409,13 @@ next:   skip
 
 /* All-to-all-v. */
 
-#define UNHEARD 255
-
 #ifdef BROKEN_TAKES_EXPECTED /* rank 0 takes a piece out of each ring, whatever the header says */
 #define RING_PIECES(says) (rank == 0 -> 1 : (says) - ((says) > 0))
 #else
 #define RING_PIECES(says) ((says) - ((says) > 0))
 #endif
 
-inline take_first_piece(source, reading) { /* triton_kernels/cpu/all_to_all_v.py read_header */
+inline take_first_piece(source, reading) { /* triton_kernels/pieces.py recv_rows_kernel */
     take(header_epoch[IN(HEADER_HALF(reading), rank, source)], reading);
     if
     :: header_says[IN(HEADER_HALF(reading), rank, source)] > 0 ->
@@ -447,7 +444,7 @@ inline take_first_pieces(reading) { /* triton_kernels/pieces.py recv_rows_kernel
 #ifdef BROKEN_NO_HEADS
 #define HAS_ROOM(peer) true
 #else
-/* triton_kernels/cpu/all_to_all_v.py ring_has_room */
+/* triton_kernels/all_to_all_v.py wait_kernel */
 #define HAS_ROOM(peer) COUNTED(head[AT(rank, peer)], PLUS(sent[peer], 17 - SLOTS))
 #endif
 #ifdef BROKEN_CLEARED_FLAG /* set by its writer, cleared by its reader */
@@ -456,13 +453,13 @@ inline take_first_pieces(reading) { /* triton_kernels/pieces.py recv_rows_kernel
 #ifdef BROKEN_EQUALITY
 #define HAS_PIECE(peer) (tail[AT(rank, peer)] == PLUS(taken[peer], 1))
 #else
-/* triton_kernels/cpu/all_to_all_v.py ring_has_piece */
+/* triton_kernels/all_to_all_v.py wait_kernel */
 #define HAS_PIECE(peer) COUNTED(tail[AT(rank, peer)], PLUS(taken[peer], 1))
 #endif
 #endif
 
 #define SENDS(peer) (to_send[peer] > 0)
-#define TAKES(peer) (to_take[peer] > 0 && to_take[peer] != UNHEARD)
+#define TAKES(peer) (to_take[peer] > 0)
 
 inline store_piece(cell, first, last) { /* triton_kernels/pieces.py send_rows_kernel */
     d_step {
@@ -485,14 +482,10 @@ inline store_pieces(first, last) { /* for all those ranks, in two parts and any 
     fi
 }
 
-inline publish_tail(target) { /* triton_kernels/pieces.py publish_tail; triton_kernels/cpu/all_to_all_v.py send_next */
+inline publish_tail(target) { /* triton_kernels/pieces.py publish_tail */
     if
     :: SENDS(target) ->
         d_step {
-#ifdef GOAL_TWO_EPOCHS /* that a ring has a piece of the epoch before */
-            goal_reached = slot_first[SLOT(target, rank, PLUS(sent[target], 15))] / 16 + 1 == epoch - BEFORE_FIRST;
-            assert(!goal_reached);
-#endif
             to_send[target]--;
             sent[target] = PLUS(sent[target], 1);
 #ifdef BROKEN_CLEARED_FLAG
@@ -513,7 +506,7 @@ inline publish_tail_early(target) {
 }
 
 inline take_pieces(first, last) {
-    d_step { /* triton_kernels/pieces.py recv_rows_kernel; triton_kernels/cpu/all_to_all_v.py recv_next */
+    d_step { /* triton_kernels/pieces.py recv_rows_kernel */
         for (peer : first .. last) {
             if
             :: TAKES(peer) ->
@@ -529,7 +522,7 @@ inline take_pieces(first, last) {
     }
 }
 
-inline publish_head(target) { /* triton_kernels/pieces.py publish_head; triton_kernels/cpu/all_to_all_v.py recv_next */
+inline publish_head(target) { /* triton_kernels/pieces.py publish_head */
     if
     :: TAKES(target) ->
         d_step {
@@ -590,10 +583,8 @@ inline take_step() {
 
 #if RANKS > 2
 #define SOMETHING_LEFT (SENDS(RIGHT) || SENDS(LEFT) || TAKES(RIGHT) || TAKES(LEFT))
-#define ALL_HEARD (to_take[RIGHT] != UNHEARD && to_take[LEFT] != UNHEARD)
 #else
 #define SOMETHING_LEFT (SENDS(RIGHT) || TAKES(RIGHT))
-#define ALL_HEARD (to_take[RIGHT] != UNHEARD)
 #endif
 
 inline step_with(target) {
@@ -634,24 +625,6 @@ inline steps() { /* triton_kernels/all_to_all_v.py wait_kernel and its neighbour
     od
 #endif
 #endif
-}
-
-inline turns() { /* triton_kernels/cpu/all_to_all_v.py move */
-    d_step {
-        to_take[RIGHT] = UNHEARD;
-        to_take[LEFT] = UNHEARD
-    }
-    do
-    :: atomic { to_take[RIGHT] == UNHEARD && HEADER_CAME(RIGHT) -> take_first_piece(RIGHT, epoch) }
-    :: SENDS(RIGHT) && HAS_ROOM(RIGHT) -> store_pieces(RIGHT, RIGHT); publish_tail(RIGHT)
-    :: TAKES(RIGHT) && HAS_PIECE(RIGHT) -> take_pieces(RIGHT, RIGHT); publish_head(RIGHT)
-#if RANKS > 2
-    :: atomic { to_take[LEFT] == UNHEARD && HEADER_CAME(LEFT) -> take_first_piece(LEFT, epoch) }
-    :: SENDS(LEFT) && HAS_ROOM(LEFT) -> store_pieces(LEFT, LEFT); publish_tail(LEFT)
-    :: TAKES(LEFT) && HAS_PIECE(LEFT) -> take_pieces(LEFT, LEFT); publish_head(LEFT)
-#endif
-    :: ALL_HEARD && !SOMETHING_LEFT -> break /* triton_kernels/cpu/all_to_all_v.py unfinished */
-    od
 }
 
 active [RANKS] proctype stream() {
@@ -698,22 +671,11 @@ active [RANKS] proctype stream() {
         fi;
         wait_headers();
 #else
-#if defined(RING_STEPS) && defined(RING_TURNS)
-        if
-        :: rank == 0 -> turns()
-        :: rank > 0 -> steps()
-        fi;
-#else
 #ifdef RING_STEPS
         steps();
 #else
-#ifdef RING_TURNS
-        turns();
-#else
         wait_headers();
         take_first_pieces(epoch);
-#endif
-#endif
 #endif
 #endif
 #ifdef BROKEN_NUMBERS_RESTART

@@ -42,30 +42,30 @@ bool goal_reached;
 #define LEFT ((rank + 2) % RANKS)
 #define ALL_SIGNALLED(phase) (FLAG(phase, rank, RIGHT) >= epoch && FLAG(phase, rank, LEFT) >= epoch)
 
-inline store_record(peer) { /* triton_kernels/cpu/dispatch.py send_tokens: payload and scales, in either order */
+inline store_record(peer) { /* triton_kernels/dispatch.py send_tokens: payload and scales, in either order */
     if
     :: record_first[AT(peer, rank)] = STAMP; record_second[AT(peer, rank)] = STAMP
     :: record_second[AT(peer, rank)] = STAMP; record_first[AT(peer, rank)] = STAMP
     fi
 }
 
-/* triton_kernels/cpu/signal.py publish; triton_kernels/signal.py publish */
+/* triton_kernels/signal.py publish */
 inline publish(phase) {
     FLAG(phase, RIGHT, rank) = epoch;
     FLAG(phase, LEFT, rank) = epoch
 }
 
-inline report_stuck() { /* triton_kernels/cpu/signal.py give_up: the stuck lines */
+inline report_stuck() { /* triton_kernels/signal.py give_up: the stuck lines */
     stuck[AT(RIGHT, rank)] = 1;
     stuck[AT(LEFT, rank)] = 1
 }
 
-inline wait(phase) { /* triton_kernels/cpu/dispatch.py wait */
+inline wait(phase) { /* triton_kernels/dispatch.py wait */
     ALL_SIGNALLED(phase)
 }
 
-/* triton_kernels/cpu/dispatch.py wait. In the first generation a rank may give up at any moment: whether that is because its
- * time is up or because a peer is stuck (triton_kernels/cpu/signal.py wait_for_all) makes no difference here. */
+/* triton_kernels/dispatch.py wait. In the first generation a rank may give up at any moment: whether that is because its
+ * time is up or because a peer is stuck (triton_kernels/signal.py wait_for_all) makes no difference here. */
 inline wait_or_give_up(phase) {
     if
     :: ALL_SIGNALLED(phase)
@@ -73,7 +73,7 @@ inline wait_or_give_up(phase) {
     fi
 }
 
-inline send_tokens() { /* triton_kernels/cpu/dispatch.py send_tokens; triton_kernels/dispatch.py send_tokens_kernel */
+inline send_tokens() { /* triton_kernels/dispatch.py send_tokens; triton_kernels/dispatch.py send_tokens_kernel */
     epoch++;
     store_record(RIGHT);
     store_record(LEFT);
@@ -86,7 +86,7 @@ inline send_tokens() { /* triton_kernels/cpu/dispatch.py send_tokens; triton_ker
     publish(DISPATCH)
 }
 
-inline gather() { /* triton_kernels/cpu/permute.py gather */
+inline gather() { /* triton_kernels/permute.py gather */
     d_step {
         assert(record_first[AT(rank, RIGHT)] == STAMP);
         assert(record_second[AT(rank, RIGHT)] == STAMP);
@@ -95,7 +95,7 @@ inline gather() { /* triton_kernels/cpu/permute.py gather */
     }
 }
 
-inline send_sums() { /* triton_kernels/cpu/combine.py send_sums, of which only the signal matters here */
+inline send_sums() { /* triton_kernels/combine.py send_sums, of which only the signal matters here */
     publish(COMBINE)
 }
 

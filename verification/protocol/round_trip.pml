@@ -32,7 +32,7 @@
 
 #define BEFORE_FIRST 5
 #define NEXT(epoch) (((epoch) + 1) & 7)
-#define REACHED(flag, epoch) ((((flag) - (epoch)) & 7) < 4) /* triton_kernels/cpu/signal.py signalled, with three bits */
+#define REACHED(flag, epoch) ((((flag) - (epoch)) & 7) < 4) /* triton_kernels/signal.py wait_for_all, with three bits */
 
 #define NEVER 15 /* written in no epoch */
 #define STALE 14 /* read for the last time */
@@ -105,7 +105,7 @@ bit shared_flag[CELLS]; /* one word for both phases, which its writer sets and i
 #define LOOK(phase, lane, peer, awaited) !HAS(awaited, peer) || REACHED(FLAG(phase, lane, rank, peer), my[lane].epoch)
 #endif
 
-/* triton_kernels/cpu/signal.py publish: one flag after the other, the right-hand neighbour's first. The one instruction of
+/* triton_kernels/signal.py publish: one flag after the other, the right-hand neighbour's first. The one instruction of
  * triton_kernels/signal.py publish is several stores as well, to several peers. */
 inline publish(phase, lane) {
     SET(phase, lane, (rank + 1) % RANKS);
@@ -114,7 +114,7 @@ inline publish(phase, lane) {
 #endif
 }
 
-/* triton_kernels/cpu/dispatch.py wait: triton_kernels/cpu/signal.py wait_for_all, triton_kernels/signal.py wait_for_all */
+/* triton_kernels/dispatch.py wait: triton_kernels/signal.py wait_for_all */
 inline wait(phase, lane, awaited) {
     LOOK(phase, lane, (rank + 1) % RANKS, awaited);
 #if RANKS > 2
@@ -127,21 +127,21 @@ inline store_tokens(lane, cells) {
     todo = cells;
     do
     :: d_step {
-        TAKE(HEADER); /* triton_kernels/cpu/dispatch.py send_tokens: n_tokens and dtype, behind the flag of the dispatch line */
+        TAKE(HEADER); /* triton_kernels/dispatch.py send_tokens: n_tokens and dtype, behind the flag of the dispatch line */
         for (peer : 0 .. RANKS - 1) {
             num_tokens[AT(lane, peer, rank)] = (my[lane].ranks != 0);
             header[AT(lane, peer, rank)] = my[lane].epoch
         };
         peer = 0 }
     :: d_step {
-        TAKE(PLANE); /* triton_kernels/cpu/dispatch.py send_tokens: merged ids and weights at [my rank][token] */
+        TAKE(PLANE); /* triton_kernels/dispatch.py send_tokens: merged ids and weights at [my rank][token] */
         for (peer : 0 .. RANKS - 1) {
             plane_ranks[AT(lane, peer, rank)] = my[lane].ranks;
             plane[AT(lane, peer, rank)] = my[lane].epoch
         };
         peer = 0 }
     :: d_step {
-        TAKE(RECORD_FIRST); /* triton_kernels/cpu/dispatch.py send_tokens: payload, to the ranks that own an expert of it */
+        TAKE(RECORD_FIRST); /* triton_kernels/dispatch.py send_tokens: payload, to the ranks that own an expert of it */
         for (peer : 0 .. RANKS - 1) {
             if
             :: HAS(my[lane].ranks, peer) -> record_first[AT(lane, peer, rank)] = my[lane].epoch
@@ -150,7 +150,7 @@ inline store_tokens(lane, cells) {
         };
         peer = 0 }
     :: d_step {
-        TAKE(RECORD_SECOND); /* triton_kernels/cpu/dispatch.py send_tokens: scales */
+        TAKE(RECORD_SECOND); /* triton_kernels/dispatch.py send_tokens: scales */
         for (peer : 0 .. RANKS - 1) {
             if
             :: HAS(my[lane].ranks, peer) -> record_second[AT(lane, peer, rank)] = my[lane].epoch
@@ -179,7 +179,7 @@ inline choose_peers(lane) {
 }
 
 inline send_tokens(lane) {
-    atomic { /* triton_kernels/cpu/dispatch.py send_tokens: the next epoch; the router chose any set of peers */
+    atomic { /* triton_kernels/dispatch.py send_tokens: the next epoch; the router chose any set of peers */
         my[lane].epoch = NEXT(my[lane].epoch);
         choose_peers(lane)
     }
@@ -189,14 +189,14 @@ inline send_tokens(lane) {
     store_tokens(lane, RECORD_SECOND)
 #else
     store_tokens(lane, HEADER | PLANE | RECORD_FIRST | RECORD_SECOND);
-    publish(DISPATCH, lane) /* triton_kernels/cpu/dispatch.py send_tokens; triton_kernels/dispatch.py send_tokens_kernel */
+    publish(DISPATCH, lane) /* triton_kernels/dispatch.py send_tokens; triton_kernels/dispatch.py send_tokens_kernel */
 #endif
 }
 
 inline dispatch(lane) {
     send_tokens(lane);
-    wait(DISPATCH, lane, EVERYONE); /* triton_kernels/cpu/dispatch.py wait */
-    d_step { /* triton_kernels/cpu/permute.py route: headers and planes of all sources */
+    wait(DISPATCH, lane, EVERYONE); /* triton_kernels/dispatch.py wait */
+    d_step { /* triton_kernels/permute.py route: headers and planes of all sources */
         for (peer : 0 .. RANKS - 1) {
             if
             :: peer == rank
@@ -221,7 +221,7 @@ inline dispatch(lane) {
 #endif
         peer = 0
     }
-    d_step { /* triton_kernels/cpu/permute.py gather: the records of the wanted slots */
+    d_step { /* triton_kernels/permute.py gather: the records of the wanted slots */
         for (peer : 0 .. RANKS - 1) {
             if
             :: HAS(my[lane].wanted, peer) ->
@@ -274,7 +274,7 @@ inline store_has_sums(lane, value) {
 }
 
 inline send_sums(lane) {
-    d_step { /* triton_kernels/cpu/combine.py send_sums: reads the ids planes once more, for this rank's ordinal */
+    d_step { /* triton_kernels/combine.py send_sums: reads the ids planes once more, for this rank's ordinal */
         for (peer : 0 .. RANKS - 1) {
             if
             :: HAS(my[lane].wanted, peer) ->
@@ -293,7 +293,7 @@ inline send_sums(lane) {
     }
     do
     :: d_step {
-        TAKE(SUM_FIRST); /* triton_kernels/cpu/combine.py send_sums: payload */
+        TAKE(SUM_FIRST); /* triton_kernels/combine.py send_sums: payload */
         for (peer : 0 .. RANKS - 1) {
             if
             :: HAS(my[lane].wanted, peer) ->
@@ -304,7 +304,7 @@ inline send_sums(lane) {
         };
         peer = 0 }
     :: d_step {
-        TAKE(SUM_SECOND); /* triton_kernels/cpu/combine.py send_sums: scales */
+        TAKE(SUM_SECOND); /* triton_kernels/combine.py send_sums: scales */
         for (peer : 0 .. RANKS - 1) {
             if
             :: HAS(my[lane].wanted, peer) -> sum_second[SLOT(lane, peer, HAS(my[lane].second, peer))] = my[lane].epoch
@@ -313,7 +313,7 @@ inline send_sums(lane) {
         };
         peer = 0 }
     :: d_step {
-        TAKE(COMBINE_LINE); /* triton_kernels/cpu/combine.py send_sums: SIGNAL_END = 1 at every peer */
+        TAKE(COMBINE_LINE); /* triton_kernels/combine.py send_sums: SIGNAL_END = 1 at every peer */
         store_has_sums(lane, 1) }
     :: todo == 0 -> break
     od;
@@ -326,18 +326,18 @@ inline send_sums(lane) {
         peer = 0
     }
 #endif
-    publish(COMBINE, lane) /* triton_kernels/cpu/combine.py send_sums; triton_kernels/combine.py send_sums_kernel */
+    publish(COMBINE, lane) /* triton_kernels/combine.py send_sums; triton_kernels/combine.py send_sums_kernel */
 }
 
 inline close_round(lane) {
-    d_step { /* triton_kernels/cpu/dispatch.py close_round: SIGNAL_END = 0 at every peer */
+    d_step { /* triton_kernels/dispatch.py close_round: SIGNAL_END = 0 at every peer */
 #ifdef GOAL_END
         met_closed = true;
 #endif
         forget_dispatch(lane);
         store_has_sums(lane, 0)
     }
-    publish(COMBINE, lane) /* triton_kernels/cpu/dispatch.py close_round; triton_kernels/dispatch.py close_round_kernel */
+    publish(COMBINE, lane) /* triton_kernels/dispatch.py close_round; triton_kernels/dispatch.py close_round_kernel */
 }
 
 inline combine(lane) {
@@ -350,9 +350,9 @@ inline combine(lane) {
 #ifdef BROKEN_FEWER_AWAITED
         wait(COMBINE, lane, my[lane].ranks);
 #else
-        wait(COMBINE, lane, EVERYONE); /* triton_kernels/cpu/dispatch.py wait */
+        wait(COMBINE, lane, EVERYONE); /* triton_kernels/dispatch.py wait */
 #endif
-        d_step { /* triton_kernels/cpu/combine.py sum_home; triton_kernels/combine.py sum_home_kernel: where a rank has sums */
+        d_step { /* triton_kernels/combine.py sum_home; triton_kernels/combine.py sum_home_kernel: where a rank has sums */
             for (peer : 0 .. RANKS - 1) {
                 if
                 :: HAS(my[lane].ranks, peer) ->
@@ -376,7 +376,7 @@ inline combine(lane) {
     :: true ->
         close_round(lane);
 #ifndef BROKEN_CLOSE_WITHOUT_WAIT
-        wait(COMBINE, lane, EVERYONE); /* triton_kernels/cpu/dispatch.py wait */
+        wait(COMBINE, lane, EVERYONE); /* triton_kernels/dispatch.py wait */
 #endif
         d_step { forget_combine(lane) }
 #endif

@@ -84,7 +84,7 @@ def test_every_macro_is_known_and_every_variant_is_checked(path: Path) -> None:
     assert variants and variants <= used, "a variant that no case checks"
 
 
-# Such as: triton_kernels/cpu/signal.py publish
+# Such as: triton_kernels/signal.py publish
 _REFERENCE = re.compile(r"((?:comm|fused|moe|triton_kernels)/[\w/]+\.py) (\w+)")
 
 

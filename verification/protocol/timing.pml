@@ -70,7 +70,7 @@ byte gave_up;
 #define EXCUSED(peer) (STUCK(0, rank, peer) || STUCK(1, rank, peer))
 #endif
 
-inline tell(lane) { /* triton_kernels/cpu/signal.py give_up: the stuck lines at all peers */
+inline tell(lane) { /* triton_kernels/signal.py give_up: the stuck lines at all peers */
     STUCK(lane, A, rank) = 1;
     STUCK(lane, B, rank) = 1;
     STUCK(lane, C, rank) = 1
@@ -88,11 +88,11 @@ active [RANKS] proctype stream() {
                 peer = 0
             }
             left[rank] == 0;
-            FLAG(phase, A, rank) = 1; /* triton_kernels/cpu/signal.py publish; triton_kernels/signal.py publish */
+            FLAG(phase, A, rank) = 1; /* triton_kernels/signal.py publish */
             FLAG(phase, B, rank) = 1;
             FLAG(phase, C, rank) = 1;
             left[rank] = TIMEOUT;
-            if /* triton_kernels/cpu/signal.py wait_for_all; triton_kernels/signal.py wait_for_all */
+            if /* triton_kernels/signal.py wait_for_all */
             :: ALL_SIGNALLED
             :: !ALL_SIGNALLED && ANY_STUCK -> goto give_up
             :: !ALL_SIGNALLED && left[rank] == 0 -> goto give_up
@@ -101,7 +101,7 @@ active [RANKS] proctype stream() {
             phase++
         :: phase == PHASES -> goto finished
         od;
-give_up: /* triton_kernels/cpu/signal.py give_up; triton_kernels/signal.py give_up */
+give_up: /* triton_kernels/signal.py give_up */
         tell(LANE);
 #ifdef PATIENT
         left[rank] = left[rank] + GRACE;

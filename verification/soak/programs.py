@@ -35,7 +35,6 @@ from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import name_ranks
 from thinwire.errors import PeerTimeout, RoutingError, ThinwireError
 from thinwire.fused.all_to_all import open_channel
-from thinwire.fused.host_channel import HostChannel
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import RankError, RanksTimeout, run_ranks
@@ -130,9 +129,7 @@ class Ground:
         self.comms = {"world": comm}
         self.timeout, self.interrupts = timeout, interrupts
         self.autocast = ""  # the dtype of all calls' autocast
-        channel = open_channel(comm, piece_bytes=2048, pieces=2)  # so that rows of these sizes are several pieces
-        assert isinstance(channel, HostChannel)
-        self.channel, self.straight_before = channel, channel.straight_segments
+        open_channel(comm, piece_bytes=17920)  # so that what has these sizes is several pieces
         self.eps: dict[str, tuple[ExpertParallel, Settings]] = {}
         self.rounds: dict[str, RandomRound] = {}
         self.trainers: dict[str, tuple[ExpertParallel, int]] = {}
@@ -247,9 +244,6 @@ class Ground:
         if not into:
             expected = torch.zeros(rows, *tail, dtype=inputs[0].dtype)
         out = expected.clone() if into else None
-        if into == "tw.empty":
-            symmetric = tw.empty(world * (most + 4), *tail, dtype=expected.dtype, comm=comm)
-            out = symmetric[: rows + 1].copy_(expected)
         for source, place in enumerate(places):
             start = sum(counts[source][:me])
             segment = inputs[source][start : start + counts[source][me]]
@@ -519,7 +513,6 @@ class Ground:
         self.seen["waits"] += 1
 
     def close(self) -> None:
-        self.seen["segments stored straight"] += self.channel.straight_segments - self.straight_before
         for made, _ in [*self.eps.values(), *self.trainers.values()]:
             made.close()
         for name, comm in self.comms.items():
@@ -702,9 +695,7 @@ def draw_program(seed: int, world: int, interrupted: bool = False) -> list[str]:
             lines.append(f"g.{kind}({name!r}, {draw}, {shape}, {dtype!r}, {of!r}, {through_})")
         elif kind in ("all_gather_v", "all_to_all_v", "exact_to_all"):
             tail, told = rng.choice(([], [5], [130], [2, 3])), rng.random() < 0.5
-            into = (
-                f"into={rng.choice(('', '', 'a tensor', 'tw.empty', 'tw.empty'))!r}, " if kind != "all_gather_v" else ""
-            )
+            into = f"into={rng.choice(('', '', 'a tensor'))!r}, " if kind != "all_gather_v" else ""
             if kind == "exact_to_all":
                 kind, dtype, wire = "all_to_all_v", rng.choice(EXACT_DTYPES), "none"
                 through_ = f"wire='none', transport={transport!r}, later={later}"

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from thinwire.fused.backend import RoundKernels
 from thinwire.moe.direct import DirectRounds
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.parallel import ExpertParallel
+from thinwire.moe.pulled import PulledRounds
 from thinwire.moe.routing import expert_range
 from thinwire.testing import RankError, RanksTimeout, run_ranks
 from thinwire.triton_kernels.codec_reference import (
@@ -40,12 +42,14 @@ from thinwire.triton_kernels.codec_reference import (
     row_reference,
     scaled_reference,
 )
-from thinwire.triton_kernels.round_layout import Lane
+from thinwire.triton_kernels.cpu.lane import PulledLane
+from thinwire.triton_kernels.cpu.lines import FIELDS, LINE_BYTES
 from thinwire.triton_kernels.signal import CONTROL_EPOCH, SIGNAL_LINE_BYTES
 from thinwire.wire import WireFormat
 
 POISON = 0xFF  # as a float NaN, as an id none
 ROUNDS_OF_ONE_EP = 10
+PULLED_KERNELS = "send_tokens", "tell", "route", "gather", "copy_records", "send_sums", "take", "sum_home"
 _INTERPRETED = {"TRITON_INTERPRET": "1", "THINWIRE_BACKEND": "triton"}
 _ROUTINGS = ("any", "any", "one rank", "one expert", "nowhere", "repeated", "empty ranks", "one token", "full")
 
@@ -133,11 +137,7 @@ class Settings:
             combine_wire=self.combine_wire, transport="direct", lanes=self.lanes, align=self.align, dtype=self.dtype,
             timeout=timeout,
         )  # fmt: skip
-        for lane in lanes_of(ep):
-            lane.control[CONTROL_EPOCH] = self.first_epoch
-            size = 2 * self.world * SIGNAL_LINE_BYTES
-            signals = lane.buffer[lane.layout.SIGNALS : lane.layout.SIGNALS + size].view(torch.int32)
-            signals.view(2 * self.world, -1)[:, 0] = self.first_epoch
+        begin_at(ep, self.first_epoch)
         comm.barrier()  # a rank that began at once would have its first signals overwritten
         return ep
 
@@ -319,10 +319,35 @@ class Oracle:
 # One rank
 
 
-def lanes_of(ep: ExpertParallel) -> list[Lane]:
-    """The lanes of the direct transport."""
-    assert isinstance(ep._assembly.rounds, DirectRounds)
-    return ep._assembly.rounds.lanes
+def lanes_of(ep: ExpertParallel) -> list[Any]:
+    """The lanes of CPU ranks: `PulledLane`, or `Lane` where kernels are interpreted."""
+    rounds: Any = ep._assembly.rounds
+    assert isinstance(rounds, DirectRounds | PulledRounds)
+    return list(rounds.lanes)
+
+
+def begin_at(ep: ExpertParallel, number: int) -> None:
+    """Rounds, or lines, go on from a number; no peer has written anything yet."""
+    rounds: Any = ep._assembly.rounds
+    if isinstance(rounds, PulledRounds):
+        board = rounds.board
+        board._words[len(FIELDS) + rounds.world :] = number
+        lines = rounds.memory.local[: board.num_bytes].view(torch.int32).view(-1, LINE_BYTES // 4)
+        lines[1 + 2 * rounds.world :, 0] = number
+        return
+    for lane in rounds.lanes:
+        lane.control[CONTROL_EPOCH] = number
+        size = 2 * rounds.world * SIGNAL_LINE_BYTES
+        signals = lane.buffer[lane.layout.SIGNALS : lane.layout.SIGNALS + size].view(torch.int32)
+        signals.view(2 * rounds.world, -1)[:, 0] = number
+
+
+def poison_lane(lane: Any) -> None:
+    """Overwrites all that ranks share of a lane but its signals."""
+    if isinstance(lane, PulledLane):
+        lane.memory[:] = POISON
+    else:
+        lane.buffer[lane.layout.IDS :] = POISON
 
 
 class RandomRound:
@@ -417,17 +442,19 @@ class Pauses:
         if self.rng.random() < chance:
             time.sleep(self.rng.random() * seconds * self.pace)
 
-    def around(self, kernels: RoundKernels) -> RoundKernels:
+    def around(self, kernels: Any) -> Any:
         """The same kernels, now and then late."""
 
-        def late(kernel: Callable[..., None]) -> Callable[..., None]:
-            def run(*arguments: Any) -> None:
+        def late(kernel: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*arguments: Any) -> Any:
                 self.between(0.25, 0.003)
-                kernel(*arguments)
+                return kernel(*arguments)
 
             return run
 
-        return replace(kernels, **{field.name: late(getattr(kernels, field.name)) for field in fields(kernels)})
+        if isinstance(kernels, RoundKernels):
+            return replace(kernels, **{field.name: late(getattr(kernels, field.name)) for field in fields(kernels)})
+        return SimpleNamespace(**{name: late(getattr(kernels, name)) for name in PULLED_KERNELS})
 
 
 def run_rank(
@@ -435,13 +462,13 @@ def run_rank(
     schedule: Schedule,
     seed: int,
     rounds: int,
-    change: Callable[[RoundKernels], RoundKernels] | None = None,
+    change: Callable[[Any], None] | None = None,
     timeout: float = 20.0,
 ) -> Counter[str]:
     """One rank of a schedule; returns how often what happened.
 
     Args:
-        change: makes other kernels of the right ones, to see that it shows.
+        change: makes rounds do something wrong, to see that it shows.
         timeout: of waits for peers, in seconds.
 
     Raises:
@@ -452,9 +479,10 @@ def run_rank(
         settings = Settings.draw(schedule, rng)
         pauses.draw_pace()
         ep = settings.make(comm, timeout)
-        assert isinstance(ep._assembly.rounds, DirectRounds)
-        kernels = ep._assembly.rounds.kernels
-        ep._assembly.rounds.kernels = pauses.around(kernels if change is None else change(kernels))
+        made: Any = ep._assembly.rounds
+        if change is not None:
+            change(made)
+        made.kernels = pauses.around(made.kernels)
         memory_bytes = ep.memory_bytes
         rank = _Rank(ep, schedule, settings, rng, pauses, seen, f"{schedule.name}, seed {seed}, rank {comm.rank}")
         for _ in range(min(ROUNDS_OF_ONE_EP, rounds - seen["rounds"])):
@@ -523,7 +551,10 @@ class _Rank:
         if self.schedule.poison == "own":
             # Dispatch is over for all ranks, and what this one needed is read. Its ids it needs until it has combined.
             lane = lanes_of(self.ep)[round_.lane]
-            lane.buffer[lane.layout.WEIGHTS : lane.layout.SUMS] = POISON
+            if isinstance(lane, PulledLane):  # peers may still read records, and no longer the last round's sums
+                lane.memory[lane.layout.SUMS :] = POISON
+            else:
+                lane.buffer[lane.layout.WEIGHTS : lane.layout.SUMS] = POISON
 
     def _end(self, round_: RandomRound, without: frozenset[int] = frozenset()) -> None:
         if round_.expert_out is None:
@@ -548,9 +579,12 @@ class _Rank:
             self._end(round_, leaving)
 
     def _poison_own(self, lane: int) -> None:
-        """From its combine to its next dispatch nobody writes a rank's sums, nor ever what it sends itself."""
+        """From its combine to its next dispatch: what it sent, or what peers write that it has read."""
         tensors = lanes_of(self.ep)[lane]
         layout = tensors.layout
+        if isinstance(tensors, PulledLane):
+            tensors.memory[: layout.SUMS] = POISON
+            return
         tensors.buffer[layout.SUMS :] = POISON
         for begin, size in (
             (layout.IDS, 4 * layout.MAX_TOKENS * layout.TOP_K),
@@ -562,8 +596,7 @@ class _Rank:
     def _poison_between_barriers(self, lane: int) -> None:
         if self.schedule.poison == "barriers":
             self.ep.comm.barrier()
-            tensors = lanes_of(self.ep)[lane]
-            tensors.buffer[tensors.layout.IDS :] = POISON
+            poison_lane(lanes_of(self.ep)[lane])
             self.ep.comm.barrier()
 
     def _dispatch_different_dtypes(self, lane: int) -> None:

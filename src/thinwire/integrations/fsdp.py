@@ -95,7 +95,7 @@ class _Leg:
         self._lost: torch.Tensor | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Not `thinwire.empty`, which saves quantised rows nothing, and would keep what FSDP frees."""
+        """Plain memory, which FSDP may free."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _communicator(self, group: dist.ProcessGroup, device: torch.device) -> Communicator:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from thinwire.triton_kernels.cpu.compat import carray, device, intrinsic, ir, types
+from thinwire.triton_kernels.cpu.compat import intrinsic, types
 from thinwire.triton_kernels.cpu.ir.vectors import constant, load
 
 
@@ -50,19 +50,3 @@ def in_memory(*numbers: int) -> tuple[np.ndarray, int]:
     words = np.array(numbers, dtype=np.int64)
     words.flags.writeable = False
     return words, words.ctypes.data
-
-
-@intrinsic
-def _int64_at(typing_context, address):
-    """A pointer to the int64 at an address."""
-
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-
-    return types.CPointer(types.int64)(types.int64), codegen
-
-
-@device
-def int64_rows(address, rows, columns):
-    """The int64 words at an address as a matrix, row after row."""
-    return carray(_int64_at(address), (rows, columns))

@@ -77,9 +77,9 @@ def caches() -> Iterator[Finding]:
     from thinwire.triton_kernels.cpu import HAS_NUMBA
 
     if HAS_NUMBA:
-        from thinwire.triton_kernels.cpu.combine import sum_home_kernel
+        from thinwire.triton_kernels.cpu.pack import pack_kernel
 
-        folder = sum_home_kernel.stats.cache_path
+        folder = pack_kernel.stats.cache_path
         if folder is None:
             text = "none: neither the sources' folder nor the user's cache can be written, so every process compiles"
             yield Finding("note", "numba's cache", text, "set NUMBA_CACHE_DIR to a folder that can be written")

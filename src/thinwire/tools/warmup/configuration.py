@@ -21,7 +21,7 @@ from thinwire.moe.config import ParallelSettings
 from thinwire.moe.direct import launch_each
 from thinwire.moe.routing import expert_range
 from thinwire.octets import as_bytes
-from thinwire.triton_kernels import collective, collective_launches, combine, dispatch, pack, permute, sums
+from thinwire.triton_kernels import collective_launches, combine, dispatch, pack, permute, sums
 from thinwire.triton_kernels.expert_gemm import INNER_WIRE, expert_gemm
 from thinwire.triton_kernels.int8_weights import Int8Weights, require_int8_sums
 from thinwire.triton_kernels.leg_layout import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, LegLayout
@@ -233,7 +233,7 @@ class _Collectives(DirectCollectives):
 def _launch_collectives(ranks: int, wire: WireFormat, dtype: torch.dtype) -> None:
     """Kernels of all-reduce, reduce-scatter and all-gather in a wire format, and of sums that are gathered exactly."""
     layout = collective_layout(ranks, on_gpu=True)
-    collectives = _Collectives(_memory(layout), layout, 0, _TIMEOUT, collective)
+    collectives = _Collectives(_memory(layout), layout, 0, _TIMEOUT)
     exact = WireFormat.parse("none")
     for row in (SHORT_ROW, LONG_ROW):
         collectives.launch(REDUCE_SCATTER, row, wire, wire, dtype)
