@@ -215,9 +215,11 @@ def meet(store: dist.Store, rank: int, size: int, limit: timedelta, host: str | 
             missing = ended or sorted({*range(1, size)} - came.keys())
             for request, _ in came.values():
                 store.set(f"missing for {request}", " ".join(map(str, missing)))
+            until = now + 2 * _MOST_POLL_SECONDS  # they read it before this process ends, and the store with it
+            while any(_request(store, peer) for peer in came.keys() - {*ended}) and time.monotonic() < until:
+                time.sleep(_POLL_SECONDS)
             for peer in came:
                 store.set(f"request {peer}", "")
-            time.sleep(4 * _POLL_SECONDS)  # they ask before this process ends, and the store with it
             raise Unmet(f"{name_ranks(ended)} ended before all had come", ended) if ended else _missing(missing)
         _pause(begun, deadline)
     addresses = [own, *(came[peer][1] for peer in range(1, size))]

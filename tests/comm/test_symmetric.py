@@ -127,7 +127,7 @@ def error_of(comm, *request):
     gc.collect()
     if not comm.in_process:
         # Although the error, and with it its traceback, is still there.
-        assert not kept_since(before) and held()[1] == before[1]
+        assert not kept_since(before) and held()[1] <= before[1]  # what was left of earlier ones may go
     return type(caught.value).__name__, str(caught.value)
 
 
