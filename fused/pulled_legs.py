@@ -537,8 +537,8 @@ class _Head:
         return describe_signature(self.signature) if self.kind == _COLLECTIVE else "all_to_all_v"
 
 
-class PulledRows:
-    """All-to-all-v; a Transport."""
+class _OverLegs:
+    """What operations take as their transport: the legs that they share."""
 
     name, reason = "direct", ""
     lack: type[ThinwireError] | None = None
@@ -549,6 +549,10 @@ class PulledRows:
     def describe(self) -> str:
         """See `PulledLegs.describe`."""
         return str(self._legs.describe())
+
+
+class PulledRows(_OverLegs):
+    """All-to-all-v; a Transport."""
 
     def begin(
         self,
@@ -621,18 +625,8 @@ def _outcome(legs: PulledLegs, transfer: Transfer) -> torch.Tensor:
     return transfer.result
 
 
-class PulledCollectives:
+class PulledCollectives(_OverLegs):
     """All-reduce, reduce-scatter and all-gather; a Transport."""
-
-    name, reason = "direct", ""
-    lack: type[ThinwireError] | None = None
-
-    def __init__(self, legs: PulledLegs) -> None:
-        self._legs = weakref.proxy(legs)
-
-    def describe(self) -> str:
-        """See `PulledLegs.describe`."""
-        return str(self._legs.describe())
 
     def begin(self, comm: Communicator, call: CollectiveCall, x: torch.Tensor, out: torch.Tensor) -> None:
         """The whole call, of any dense x; see `StagedCollectives.begin`."""

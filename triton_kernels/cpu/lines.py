@@ -86,28 +86,33 @@ def heap(address, owner):
 
 @device
 def late_word(address, peer):
+    """Where this rank notes whether a peer was late at the last look."""
     return address + 8 * (len(FIELDS) + peer)
 
 
 @device
 def put_word(address, channel, peer):
+    """Where this rank counts the lines that it has put at a peer."""
     b = board_at(address)
     return address + 8 * (len(FIELDS) + (1 + 2 * channel) * b.world + peer)
 
 
 @device
 def taken_word(address, channel, peer):
+    """Where this rank counts the lines that it has taken of a peer."""
     b = board_at(address)
     return address + 8 * (len(FIELDS) + (2 + 2 * channel) * b.world + peer)
 
 
 @device
 def ended_line(address, owner, source):
+    """Where `source` tells `owner` that it gave up, or left."""
     return heap(address, owner) + LINE_BYTES * (1 + source)
 
 
 @device
 def awaited_line(address, owner, source):
+    """Where `owner` says whether it sleeps for `source`."""
     return heap(address, owner) + LINE_BYTES * (1 + board_at(address).world + source)
 
 
@@ -120,6 +125,7 @@ def acknowledged(address, owner, channel, reader):
 
 @device
 def line_of(address, owner, channel, source, number):
+    """Where the line of that number, which `source` puts, lies in the memory of `owner`."""
     b = board_at(address)
     first = 1 + (2 + b.channels) * b.world
     return heap(address, owner) + LINE_BYTES * (first + (channel * b.world + source) * RING + number % RING)

@@ -72,11 +72,13 @@ NOTHING, PACKED, TAKEN, ALL = 0, 1, 2, 3
 
 @device
 def of_peer(pool, leg, row, peer):
+    """A number of a leg's matrix."""
     return load_int64(leg + 8 * (len(LEG) + row * board_at(pool_at(pool).board).world + peer))
 
 
 @device
 def layout_of(leg):
+    """The form of a leg's records, as the codec takes it."""
     c = leg_at(leg)
     return c.kind, c.group, c.row_scale, c.hidden, c.scales_offset, c.row_bytes
 
@@ -124,11 +126,13 @@ def unpack_span(leg, records, count, first, last, rows):
 
 @device
 def needed_word(pool, peer):
+    """Where this rank notes how many lines a peer must have taken before the next slot is free."""
     return pool + 8 * (len(POOL) + peer)
 
 
 @device
 def mark_word(pool, slot, peer):
+    """Where this rank notes how many lines it had put at a peer when it last filled a slot."""
     return pool + 8 * (len(POOL) + (1 + slot) * board_at(pool_at(pool).board).world + peer)
 
 
