@@ -226,22 +226,12 @@ def someone_ended(address, channel, wanted):
 
 
 @device
-def came_soon(address, channel, wanted, looks):
-    """Whether nobody is late at one of the next looks, of which there is at least one."""
-    count, done = count_late(address, channel, wanted), 1
-    while count and done < looks:
-        count = count_late(address, channel, wanted)
-        done += 1
-    return count == 0
+def poll(address, channel, wanted, looks):
+    """Looks at peers' words until none is late or the time for that is up, and counts the late ones, see `count_late`.
 
-
-@kernel
-def wait_kernel(address, channel, wanted, looks, sleep_ns):
-    """Waits for peers, see `count_late`, for so long at most; returns ARRIVED, LATE or ENDED.
-
-    After so many `looks` it gives way to other processes between looks, and when that has helped nothing it sleeps.
+    After so many `looks` it gives way to other processes between looks.
     """
-    b, done, limit = board_at(address), 0, np.int64(0)
+    done, limit = 0, np.int64(0)
     count = count_late(address, channel, wanted)
     while count and looks:
         if done == looks:
@@ -252,6 +242,17 @@ def wait_kernel(address, channel, wanted, looks, sleep_ns):
             yield_processor()
         done += 1
         count = count_late(address, channel, wanted)
+    return count
+
+
+@kernel
+def wait_kernel(address, channel, wanted, looks, sleep_ns):
+    """Waits for peers, see `count_late`, for so long at most; returns ARRIVED, LATE or ENDED.
+
+    It polls first; when that has helped nothing it sleeps.
+    """
+    b = board_at(address)
+    count = poll(address, channel, wanted, looks)
     if count == 0:
         return ARRIVED
     asleep = heap(address, b.rank)

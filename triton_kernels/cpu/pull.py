@@ -22,11 +22,11 @@ from thinwire.triton_kernels.cpu.lines import (
     LINE_BYTES,
     RING,
     board_at,
-    came_soon,
     heap,
     next_line,
     number_in,
     open_line,
+    poll,
     put_line,
     put_word,
     take_line,
@@ -40,10 +40,10 @@ from thinwire.triton_kernels.cpu.sums import record_sum
 CHANNEL, SLOTS = 0, 4
 assert SLOTS <= RING
 
-#: What is known of the memory: the board's address, where the slots begin, bytes of a peer's share of a slot, slots
-#: used so far, bytes of the whole memory. Behind it lie, for each peer, how many lines it must have taken before the
-#: next slot is free, or -1; and for each slot and peer, how many lines had been put when the slot was last filled.
-POOL = ("board", "slots", "piece", "used", "num_bytes")
+#: What is known of the memory: the board's address, where the slots begin, bytes of a peer's share of a slot, the slot
+#: that is filled next, bytes of the whole memory. Behind it lie, for each peer, how many lines it must have taken before
+#: a slot is free, or -1; and for each slot and peer, how many lines had been put when the slot was last filled.
+POOL = ("board", "slots", "piece", "slot", "num_bytes")
 pool_at = struct_of(*POOL)
 
 #: What a leg is: addresses of two tensors; bytes from one of what is counted to the next, in either; whether rows
@@ -137,22 +137,35 @@ def mark_word(pool, slot, peer):
 
 
 @device
-def is_busy(pool):
-    """Whether a peer has still to read what the next slot held; notes which lines must be taken for that."""
-    p, busy = pool_at(pool), False
-    for peer in range(board_at(p.board).world):
-        mark = load_int64(mark_word(pool, p.used % SLOTS, peer))
-        late = mark > 0 and untaken(p.board, CHANNEL, peer, mark) > 0
-        store_int64(needed_word(pool, peer), mark if late else np.int64(-1))
-        busy |= late
-    return busy
+def find_slot(pool):
+    """Chooses the first slot that peers have read, as its memory is the likeliest to lie in a cache.
+
+    Returns whether there is one. If not, it notes which lines must be taken until the one filled first is free.
+    """
+    p = pool_at(pool)
+    world, least, oldest = board_at(p.board).world, np.int64(0), 0
+    for slot in range(SLOTS):
+        late, marks = False, np.int64(0)
+        for peer in range(world):
+            put, mark = load_int64(put_word(p.board, CHANNEL, peer)), load_int64(mark_word(pool, slot, peer))
+            late |= put - untaken(p.board, CHANNEL, peer, put) < mark
+            marks += mark
+        if not late:
+            p.slot = slot
+            return True
+        if slot == 0 or marks < least:  # each piece puts at least one line, so marks grow from one to the next
+            least, oldest = marks, slot
+    for peer in range(world):
+        mark = load_int64(mark_word(pool, oldest, peer))
+        store_int64(needed_word(pool, peer), mark if untaken(p.board, CHANNEL, peer, mark) > 0 else np.int64(-1))
+    return False
 
 
 @device
-def slot_of(pool):
-    """The offset of the next slot."""
+def slot_offset(pool):
+    """Where the slot that is filled next lies in the memory."""
     p = pool_at(pool)
-    return p.slots + p.used % SLOTS * board_at(p.board).world * p.piece
+    return p.slots + p.slot * board_at(p.board).world * p.piece
 
 
 @device
@@ -180,8 +193,7 @@ def publish(pool, leg, number, slot):
             store_int64(line + 8 * (SIGNATURE + 2), c.signature2)
             store_int64(line + 8 * (SIGNATURE + 3), c.signature3)
             put_line(p.board, CHANNEL, peer)
-        store_int64(mark_word(pool, p.used % SLOTS, peer), load_int64(put_word(p.board, CHANNEL, peer)))
-    p.used += 1
+        store_int64(mark_word(pool, p.slot, peer), load_int64(put_word(p.board, CHANNEL, peer)))
     wake(p.board)
 
 
@@ -189,9 +201,9 @@ def publish(pool, leg, number, slot):
 def send_kernel(pool, leg, number):
     """Packs a piece for every rank, and publishes it. Returns BUSY if peers have to read something first."""
     p, c = pool_at(pool), leg_at(leg)
-    if is_busy(pool):
+    if not find_slot(pool):
         return BUSY
-    b, slot = board_at(p.board), slot_of(pool)
+    b, slot = board_at(p.board), slot_offset(pool)
     for step in range(b.world if c.once else 1, b.world + 1):  # the own part last, or alone
         peer = (b.rank + step) % b.world
         count, source = of_peer(pool, leg, SEND_COUNT, peer), c.x + of_peer(pool, leg, SEND_PLACE, peer) * c.step
@@ -275,7 +287,7 @@ def sum_kernel(pool, leg, number, wanted):
     Returns BUSY if peers have to read something first, or DIFFERS; then nothing was taken.
     """
     p, c = pool_at(pool), leg_at(leg)
-    if c.then and is_busy(pool):
+    if c.then and not find_slot(pool):
         return BUSY
     b = board_at(p.board)
     count, sources = of_peer(pool, leg, RECV_COUNT, b.rank), stack_buffer(_RANKS_BYTES)
@@ -284,7 +296,7 @@ def sum_kernel(pool, leg, number, wanted):
         return DONE
     if not all_expected(pool, leg, number, wanted):
         return DIFFERS
-    slot = slot_of(pool)
+    slot = slot_offset(pool)
     target = heap(p.board, b.rank) + slot
     then, saturate = leg_at(c.then if c.then else leg), 0 if c.kind == NONE else 1
     for peer in range(b.world):
@@ -324,13 +336,13 @@ def whole_kernel(pool, leg, wanted, then_wanted, sums, looks):
     p, c = pool_at(pool), leg_at(leg)
     if send_kernel(pool, leg, 0) != DONE:
         return NOTHING
-    if not came_soon(p.board, CHANNEL, wanted, looks):
+    if poll(p.board, CHANNEL, wanted, looks) > 0:
         return PACKED
     if (sum_kernel(pool, leg, 0, wanted) if sums else take_kernel(pool, leg, 0, wanted)) != DONE:
         return PACKED
     if c.then == 0:
         return ALL
-    if not came_soon(p.board, CHANNEL, then_wanted, looks):
+    if poll(p.board, CHANNEL, then_wanted, looks) > 0:
         return TAKEN
     return ALL if take_kernel(pool, c.then, 0, then_wanted) == DONE else TAKEN
 
