@@ -2,7 +2,8 @@
 
     mpirun -np 2 -x MASTER_ADDR=127.0.0.1 -x MASTER_PORT=29500 python -m benchmarks.bench_mpi --json FILE
 
-If there are more ranks than cores, `--oversubscribe` makes Open MPI's ranks yield while they wait.
+If there are more ranks than cores, pass `--oversubscribe --bind-to none --mca mpi_yield_when_idle 1` to mpirun: else
+Open MPI's ranks keep the cores while they wait, and every figure is one of the scheduler's.
 
 All-to-all-v moves bfloat16 rows of 4096, with counts and `out`; `rows` go from each rank to each rank, its own
 included. So of two ranks each reads and writes 2 * rows rows, which is 16 KiB with rows = 1, and its copy does too. The

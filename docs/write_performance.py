@@ -100,17 +100,10 @@ def _size(count: float) -> str:
     return f"{count:.0f} GiB"
 
 
-_GONE = "tw.empty/none/direct"  # in files that were written while it was there
-_BEFORE_PULLING = (
-    "When these were measured, CPU ranks stored into each other's memory. Since then they read it "
-    "([Pulling](protocol.md#pulling)), and these tables wait for a new run."
-)
-
-
 def _one_host() -> str:
     return "".join(
         (
-            f"## Between ranks of one host\n\n{_BEFORE_PULLING}\n\n",
+            "## Between ranks of one host\n\n",
             _bench("bench"),
             _bench("bench_mpi"),
             *map(_beside_open_mpi, (2, 4)),
@@ -166,7 +159,7 @@ def _beside_open_mpi(ranks: int) -> str:
     cores = found["machine"]["cpus"]
     text = [f"### {ranks} ranks beside Open MPI, {cores} cores\n"]
     for operation in dict.fromkeys(figure["operation"] for figure in found["figures"]):
-        figures = [each for each in found["figures"] if each["operation"] == operation and each["what"] != _GONE]
+        figures = [each for each in found["figures"] if each["operation"] == operation]
         sizes = list(dict.fromkeys((figure["size"], figure["rows"]) for figure in figures))
         head = [f"{rows:,} row{'s' if rows > 1 else ''}" if rows else _size(size) for size, rows in sizes]
         lines: dict[str, list[str]] = {figure["what"]: [""] * len(sizes) for figure in figures}

@@ -41,8 +41,8 @@ CHANNEL, SLOTS = 0, 4
 assert SLOTS <= RING
 
 #: What is known of the memory: the board's address, where the slots begin, bytes of a peer's share of a slot, the slot
-#: that is filled next, bytes of the whole memory. Behind it lie, for each peer, how many lines it must have taken before
-#: a slot is free, or -1; and for each slot and peer, how many lines had been put when the slot was last filled.
+#: that is filled next, bytes of the whole memory. Behind it lie, for each peer, how many lines it must have taken
+#: before a slot is free, or -1; and for each slot and peer, how many lines had been put when it was last filled.
 POOL = ("board", "slots", "piece", "slot", "num_bytes")
 pool_at = struct_of(*POOL)
 
@@ -267,7 +267,7 @@ def take_kernel(pool, leg, number, wanted):
             place = number_in(next_line(p.board, CHANNEL, peer), PLACE)  # once: what was checked may be another by now
             place = max(p.slots, min(place, p.num_bytes - (last - first) * (1 if c.exact else c.row_bytes)))
             source = heap(p.board, peer) + place
-            if peer == b.rank and c.exact and not c.once:
+            if peer == b.rank and c.exact and c.x:
                 source = c.x + of_peer(pool, leg, SEND_PLACE, peer) * c.step + first
             if not c.exact:
                 unpack_span(leg, source, count, first, last, target)
