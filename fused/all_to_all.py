@@ -1,8 +1,8 @@
 """All-to-all-v: every rank sends each peer its own number of rows, exactly or quantised.
 
 On the *direct* transport CPU ranks read rows and records in each other's memory (`thinwire.fused.pulled_legs`), and
-GPUs store them there (`thinwire.fused.channel`); the counts come with them. On the *staged* one bytes travel through
-the process group: `none` straight out of the input and into the output, quantised rows as records
+GPUs store them there (`thinwire.fused.device_channel`); the counts come with them. On the *staged* one bytes travel
+through the process group: `none` straight out of the input and into the output, quantised rows as records
 (`thinwire.fused.staged`). Both give the same bits.
 """
 
@@ -21,7 +21,7 @@ from thinwire.comm.work import Work
 from thinwire.errors import CountsError
 from thinwire.fields import OneOf
 from thinwire.fused.backend import select_backend
-from thinwire.fused.channel import PIECES, Channel, RecvBuffer, channel_layout
+from thinwire.fused.channel import PIECES, RecvBuffer, channel_layout
 from thinwire.fused.codec import named_wire, wire_of_rows
 from thinwire.fused.counts import (
     Counts,
@@ -208,7 +208,7 @@ class PreparedAllToAllV(PreparedCall):
             details += ("recv_counts", receives)
         self._recorded = self.what, self.shape, self.dtype, self.wire, transport, details
         self.tail, self._any_rows = x.shape[1:], (-1, *x.shape[1:])
-        self._carrier: Channel | PulledRows | StagedRows | None = None
+        self._carrier: DeviceChannel | PulledRows | StagedRows | None = None
         self.route: Any = None  # of contiguous rows, on the direct transport
 
     def reversible(self, comm: Communicator, x: torch.Tensor) -> PreparedAllToAllV:
@@ -246,7 +246,7 @@ class PreparedAllToAllV(PreparedCall):
             finish = carrier.begin(comm, self, x, placed, place, not async_op)
             return comm.deliver(call, finish, x.device, async_op)
 
-    def _choose(self, comm: Communicator) -> Channel | PulledRows | StagedRows:
+    def _choose(self, comm: Communicator) -> DeviceChannel | PulledRows | StagedRows:
         quantized = [self.wire] if self.wire.quantized else []
         self._carrier = choose(
             self.what, self.transport, comm, quantized, lambda: open_channel(comm, self.wire), StagedRows
@@ -300,7 +300,7 @@ def _compare_with_peers(
 
 def open_channel(
     comm: Communicator, wire: WireFormat | None = None, piece_bytes: int | None = None, pieces: int = PIECES
-) -> Channel | PulledRows | StagedRows:
+) -> DeviceChannel | PulledRows | StagedRows:
     """The communicator's channel, or what does without. Made at the first call, which is collective.
 
     Args:

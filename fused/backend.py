@@ -23,12 +23,10 @@ from thinwire.wire import WireFormat
 __all__ = [
     "BACKEND_VARIABLE",
     "Backend",
-    "RoundKernels",
     "reference_backend",
     "require_wire_support",
     "select_backend",
     "select_expert_gemm",
-    "select_round_kernels",
 ]
 
 _FP8_CAPABILITY = (8, 9)
@@ -122,39 +120,6 @@ def require_wire_support(wire: WireFormat, capability: tuple[int, int]) -> None:
             f"wire format {str(wire)!r} needs a GPU of compute capability 8.9 or newer, this one has "
             f"{capability[0]}.{capability[1]}; use int8, which takes as many bytes with a quarter of the error"
         )
-
-
-@dataclass(frozen=True)
-class RoundKernels:
-    """The kernels of a round over peers' memory, in the order in which a round calls them.
-
-    The functions have the contracts of the launchers of the same names in `thinwire.triton_kernels`.
-    """
-
-    send_tokens: Callable[..., None]
-    wait: Callable[..., None]
-    route: Callable[..., None]
-    gather: Callable[..., None]
-    send_sums: Callable[..., None]
-    close_round: Callable[..., None]
-    sum_home: Callable[..., None]
-    refuse: Callable[..., None]  # in place of send_tokens
-
-
-def select_round_kernels(backend: Backend) -> RoundKernels:
-    """The kernels of rounds that store into peers' memory, which a backend has.
-
-    Raises:
-        TransportUnavailable: it is not Triton. numba's rounds read the peers' memory; plain torch cannot signal.
-    """
-    if backend.name != "triton":
-        raise TransportUnavailable(f"backend {backend.name!r} ({backend.reason}) has no kernels that signal peers")
-    from thinwire.triton_kernels import combine, dispatch, permute
-
-    return RoundKernels(
-        dispatch.send_tokens, dispatch.wait, permute.route, permute.gather, combine.send_sums, dispatch.close_round,
-        combine.sum_home, dispatch.refuse,
-    )  # fmt: skip
 
 
 def select_expert_gemm(device: torch.device, wire: WireFormat) -> Callable[..., None]:

@@ -24,7 +24,7 @@ from thinwire.errors import CapacityError, ConfigMismatch, ThinwireError
 from thinwire.fused.backend import select_backend
 from thinwire.fused.counts import Segments
 from thinwire.fused.direct_transport import BEFORE_CAPTURE, CLOSED, LegTransport
-from thinwire.fused.partition import describe_signature, signature_of
+from thinwire.fused.partition import describe_mismatch, describe_signature, longest_record, signature_of
 from thinwire.fused.prepared import flat, in_memory
 from thinwire.fused.staged_collective import CollectiveCall, StagedCollectives
 from thinwire.fused.transport import Staged, open_direct, uses_triton
@@ -51,7 +51,7 @@ from thinwire.triton_kernels.small_collective import in_one_launch, programs_at_
 from thinwire.wire import WireFormat
 
 if TYPE_CHECKING:
-    from thinwire.fused.pulled_legs import PulledCollectives
+    from thinwire.fused.pulled_legs import PulledLegs
 
 KEY = "collectives"  # under which a communicator keeps them
 #: Of a slot, and of all of a rank's memory; on a GPU launches should not cost more than what they move.
@@ -62,7 +62,7 @@ _MOST_JOBS = 1024  # that are remembered
 
 def open_collectives(
     comm: Communicator, slot_bytes: int | None = None, wires: Sequence[WireFormat] = ()
-) -> DirectCollectives | PulledCollectives | StagedCollectives:
+) -> DirectCollectives | PulledLegs | StagedCollectives:
     """What carries out the communicator's collectives, direct if it can be. Made at the first call, by all ranks.
 
     Args:
@@ -79,7 +79,7 @@ def open_collectives(
         from thinwire.fused.pulled_legs import open_legs  # here, as loading numba takes a while
 
         legs = open_legs(comm)
-        return StagedCollectives.instead_of(KEY, legs) if isinstance(legs, Staged) else legs.collectives
+        return StagedCollectives.instead_of(KEY, legs) if isinstance(legs, Staged) else legs
 
     def new() -> DirectCollectives | StagedCollectives:
         try:
@@ -177,19 +177,12 @@ class DirectCollectives(LegTransport):
                 self._jobs.clear()
                 self._end.kept.clear()
             self._require_backend((wire, gather_wire))
-            record = max(leg.row_bytes(row, dtype) for leg in (wire, gather_wire))
-            if record > self.layout.SLOT_BYTES:
-                raise CapacityError(
-                    f"a record of {row} elements takes {record} bytes as {wire!r} or {gather_wire!r}, and a slot of "
-                    f"the direct transport holds {self.layout.SLOT_BYTES}: pass transport='staged', or a smaller "
-                    "alignment"
-                )
-            name = str(dtype).removeprefix("torch.")
+            record = longest_record(row, dtype, (wire, gather_wire), self.layout.SLOT_BYTES)
             with torch.inference_mode(False):
                 device_parts = torch.tensor([parts.counts, parts.displs], dtype=torch.int64, device=self.device)
             job = self._jobs[key] = Job(
                 op=op,
-                signature=signature or signature_of(op, parts, row, name, wire, gather_wire),
+                signature=signature or signature_of(op, parts, row, dtype, wire, gather_wire),
                 parts=device_parts,
                 most_rows=-(-max(parts.counts) // row),
                 row=row,
@@ -273,11 +266,6 @@ class DirectCollectives(LegTransport):
         """What each rank was doing. No peer has gone on to this half's next leg."""
         headers = self.headers()
         calls = [describe_signature(signature) for _, _, *signature in headers]
-        lines = [f"in leg {self.report[REPORT_EPOCH]} the ranks do different things:"]
-        lines += [f"  rank {self.members[self.rank]}: {calls[self.rank]}"]
-        for peer, rank in enumerate(self.members):
-            if self.report[REPORT_PEERS + peer]:
-                lines.append(
-                    f"  rank {rank}: {calls[peer]}" + ", divided otherwise" * (calls[peer] == calls[self.rank])
-                )
-        return ConfigMismatch("\n".join(lines))
+        wrong = [peer for peer in range(self.world) if self.report[REPORT_PEERS + peer]]
+        told = describe_mismatch(self.members, self.rank, calls, wrong)
+        return ConfigMismatch(f"in leg {self.report[REPORT_EPOCH]} {told}")

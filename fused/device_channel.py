@@ -1,7 +1,7 @@
 """The channel of the direct all-to-all-v for ranks whose kernels are Triton's: on CUDA, and under its interpreter.
 
-The protocol is that of `thinwire.fused.channel`; `thinwire.triton_kernels.all_to_all_v` says in which steps the kernels
-go. Here it is decided what to launch.
+`docs/protocol.md`, "Legs" and "The ring", says why it works, `thinwire.triton_kernels.leg_layout` what lies where, and
+`thinwire.triton_kernels.all_to_all_v` in which steps the kernels go. Here it is decided what to launch.
 
 *Who looks at the headers.* With the receive counts given, the host knows the number of steps and launches all of them
 without ever asking the device; the kernel that waits for the headers compares them. Without, the host waits for the
@@ -18,30 +18,39 @@ While a graph is captured, that order is the caller's affair, as is that all ran
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from thinwire.comm.communicator import Communicator
+from thinwire.comm.exchange import Exchange
+from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.errors import CountsError, ThinwireError
-from thinwire.fused.channel import FLAT_ROW, Channel, RecvBuffer, RowFormat, Transfer
+from thinwire.fused.channel import FLAT_ROW, Place, RecvBuffer, RowCall, Transfer, outgoing_rows
 from thinwire.fused.counts import Segments
-from thinwire.fused.direct_transport import BEFORE_CAPTURE
+from thinwire.fused.direct_transport import BEFORE_CAPTURE, CLOSED, LegTransport
+from thinwire.fused.prepared import in_memory
 from thinwire.fused.row_signature import describe_difference, signature_of
 from thinwire.octets import as_bytes
 from thinwire.triton_kernels import all_to_all_v as kernels
-from thinwire.triton_kernels.leg_layout import MOST_ROWS
+from thinwire.triton_kernels.leg_layout import MOST_ROWS, LegLayout
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.signal import REPORT_EPOCH, REPORT_PEERS
 from thinwire.wire import WireFormat
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceRowFormat(RowFormat):
-    """A form of rows, and what the kernels know of it.
+@dataclass(frozen=True)
+class RowFormat:
+    """The form in which rows travel, and what the kernels know of it.
 
     Attributes:
+        step: bytes from one of what is counted (a row, or an element of a 1-D tensor) to the next, side by side.
+        record_bytes: 0, or, where one record is longer than a piece, its length. Such rows are quantised by the caller,
+            and their records travel as exact rows of bytes do, which may be cut anywhere: `step` is then of those.
         signature: int64 [4] on the device, what a header says of the rows.
         layout: of a row's record; None for exact rows.
         flat: whether what is counted are elements of a 1-D tensor.
@@ -50,6 +59,8 @@ class DeviceRowFormat(RowFormat):
         per_item: units of a row, or of a chunk of exact rows.
     """
 
+    step: int
+    record_bytes: int
     signature: torch.Tensor
     layout: RecordLayout | None
     flat: bool
@@ -67,18 +78,89 @@ class DeviceRowFormat(RowFormat):
         return -(-units // self.per_item)
 
 
-class DeviceChannel(Channel):
-    """A channel whose kernels are Triton's."""
+class Route(NamedTuple):
+    """What calls have in common that differ in nothing but their tensors.
 
-    remark = ", by Triton's kernels"
+    Attributes:
+        row_format: the form of the rows.
+        step: bytes in x from one of what is counted to the next.
+        sends: the parts of x for each rank, within x.
+    """
+
+    row_format: RowFormat
+    step: int
+    sends: Segments
+
+
+class DeviceChannel(LegTransport):
+    """The memory and the state of one communicator's direct all-to-all-v, at one rank; see `LegTransport`."""
+
+    phases = ("headers", "pieces")
+    slots, remark = "pieces", ", by Triton's kernels"
+    num_programs: int | None = None  # of the last call
+    under_way: Transfer | None = None
+
+    def __init__(
+        self,
+        memory: SymmetricMemory,
+        layout: LegLayout,
+        rank: int,
+        timeout: float,
+        voters: Exchange | None = None,
+    ) -> None:
+        super().__init__("all_to_all_v", memory, layout, rank, timeout, voters)
+        self._row_formats: dict[tuple[torch.Size, torch.dtype, WireFormat], RowFormat] = {}
 
     @cached_property
     def always_looks(self) -> bool:
         """Whether it looks at headers and reports after each wait: on a GPU that would wait for the device."""
         return not self.on_gpu
 
-    def _new_row_format(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> DeviceRowFormat:
-        """Never forgotten: captured graphs go on reading its words on the device."""
+    def begin(
+        self,
+        comm: Communicator,
+        call: RowCall,
+        x: torch.Tensor,
+        recv_buffer: RecvBuffer | None,
+        place: Place | None,
+        wait: bool,
+    ) -> Callable[[], torch.Tensor]:
+        """Begins an all-to-all-v, whose arguments have been checked; what it returns ends it, and gives the output.
+
+        Args:
+            recv_buffer, place: as a Transfer's; one of them.
+            wait: whether it is to be over on return.
+
+        Raises:
+            CapacityError: a 1-D tensor in a format with records longer than a piece, which only an alignment makes.
+        """
+        self.num_programs = comm.num_programs
+        if call.route is not None and in_memory(x):
+            return self.send(Transfer(self, call.route, x, recv_buffer, place), wait=wait).wait
+        plain, row_format = in_memory(x), self.row_format(call.tail, x.dtype, call.wire)
+        step, wide = row_format.step, row_format.record_bytes
+        x, step, sends, recv_buffer, place = outgoing_rows(
+            call, x, step, wide, self.layout.SLOT_BYTES, recv_buffer, place
+        )
+        route = Route(row_format, step, sends)
+        # Not of a call whose counts a check has told: the next one's may be others.
+        if plain and not wide and (recv_buffer is None or recv_buffer.segments is call.receives):
+            call.route = route
+        return self.send(Transfer(self, route, x, recv_buffer, place), wait=wait).wait
+
+    def row_format(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> RowFormat:
+        """The form of rows of shape `tail` in this wire format; () are the elements of a 1-D tensor.
+
+        On CUDA the first call with a form copies a few words to the device and waits for that. A form is never
+        forgotten: captured graphs go on reading its words on the device.
+        """
+        key = (tail, dtype, wire)
+        row_format = self._row_formats.get(key)
+        if row_format is None:
+            row_format = self._row_formats[key] = self._new_row_format(*key)
+        return row_format
+
+    def _new_row_format(self, tail: torch.Size, dtype: torch.dtype, wire: WireFormat) -> RowFormat:
         if self.capturing:
             raise ThinwireError(BEFORE_CAPTURE)
         elements, piece_bytes = math.prod(tail), self.layout.SLOT_BYTES
@@ -91,7 +173,7 @@ class DeviceChannel(Channel):
         if layout is not None:
             per_item = 1 if tail else layout.HIDDEN
             unit, per_piece = 1, self.layout.rows_per_slot(layout.ROW_BYTES) * per_item
-        return DeviceRowFormat(
+        return RowFormat(
             step,
             record_bytes,
             signature=torch.tensor(signature_of(tail, dtype, wire), device=self.device),
@@ -102,8 +184,18 @@ class DeviceChannel(Channel):
             per_item=per_item,
         )
 
-    def _begin(self, transfer: Transfer, wait: bool) -> None:
-        """Without `wait` the first pieces leave now, and all else with `Transfer.wait`."""
+    def send(self, transfer: Transfer, *, wait: bool) -> Transfer:
+        """Begins a call, and with `wait` ends it right away; what was under way before is ended first.
+
+        Without `wait` the first pieces leave now, and all else with `Transfer.wait`.
+
+        Raises:
+            PeerTimeout: the channel failed before, or does now.
+            CountsError: with `wait`, as `Transfer.wait`; on CUDA also, by what a peer sent, in an earlier call, or
+                counts that are not given while a CUDA graph is captured, which could not be asked for.
+        """
+        self.settle()
+        self.require_usable()
         form, x, recv_buffer = transfer.route.row_format, transfer.x, transfer.recv_buffer
         if recv_buffer is None and self.capturing:
             raise CountsError("recv_counts must be given while a CUDA graph is captured: they cannot be asked for")
@@ -116,10 +208,29 @@ class DeviceChannel(Channel):
         self.under_way = transfer
         if wait:
             self.complete(transfer)
+        return transfer
 
-    def _drain(self, transfer: Transfer, todo: int) -> torch.Tensor:
-        with torch.cuda.stream(transfer.stream):  # no stream: no change
-            return self._take_steps(transfer)
+    def complete(self, transfer: Transfer) -> None:
+        """Ends a call if that has not happened; what it comes to is for `Transfer.wait` to say.
+
+        An exception from outside, such as a signal handler's, is raised, and ends the communicator.
+        """
+        if transfer is not self.under_way:
+            return
+        try:
+            if self.closed:
+                raise ThinwireError(CLOSED)
+            with torch.cuda.stream(transfer.stream):  # no stream: no change
+                transfer.result = self._take_steps(transfer)
+        except ThinwireError as error:
+            transfer.error = error
+        finally:
+            self.under_way = transfer.x = None
+
+    def settle(self) -> None:
+        """Ends the call under way, if there is one; what it comes to is for its own `wait` to say."""
+        if self.under_way is not None:
+            self.complete(self.under_way)
 
     def _take_steps(self, transfer: Transfer) -> torch.Tensor:
         form, recv_buffer = transfer.route.row_format, transfer.recv_buffer
@@ -190,12 +301,12 @@ class DeviceChannel(Channel):
         form = transfer.route.row_format
         kernels.note(self._end, transfer.route.sends, receives, form.unit, form.per_piece)
 
-    def _wait(self, form: DeviceRowFormat, reason: int, number: int, check: bool = False) -> None:
+    def _wait(self, form: RowFormat, reason: int, number: int, check: bool = False) -> None:
         kernels.wait(self._end, reason, number, form.signature, check, self.wait_seconds(), self.grace)
         if self.always_looks:
             self.raise_findings()
 
-    def _compare(self, form: DeviceRowFormat, headers: list[list[int]], expected: Sequence[int] | None) -> None:
+    def _compare(self, form: RowFormat, headers: list[list[int]], expected: Sequence[int] | None) -> None:
         """Raises what is wrong with the headers; None: any count is expected."""
         signature = form.signature.tolist()
         found = []
@@ -208,7 +319,7 @@ class DeviceChannel(Channel):
         if found:
             raise CountsError("; ".join(found))
 
-    def _load_kernels(self, form: DeviceRowFormat, x: torch.Tensor, stride: int) -> None:
+    def _load_kernels(self, form: RowFormat, x: torch.Tensor, stride: int) -> None:
         key: tuple[object, ...] = ()  # kernels for exact rows find out themselves how wide they may copy
         if form.layout is not None:
             key = (form.layout, form.flat, stride == 1, stride % 16 == 0, x.data_ptr() % 16 == 0)
@@ -230,7 +341,10 @@ class DeviceChannel(Channel):
 
     def mismatch(self) -> CountsError:
         """What the device found. Nothing has been noted since, and no peer has gone on to this half's next leg."""
-        world, table = self.world, self._end.table.tolist()
-        wrong = self.report[REPORT_PEERS : REPORT_PEERS + world]
-        found = self.differences(wrong, table[3 * world : 4 * world], table[6 * world :])
+        world, table, headers = self.world, self._end.table.tolist(), self.headers()
+        counts, signature = table[3 * world : 4 * world], table[6 * world :]
+        found = "; ".join(
+            describe_difference(self.rank, peer, headers[peer], counts[peer], signature)
+            for peer in np.flatnonzero(self.report[REPORT_PEERS : REPORT_PEERS + world]).tolist()
+        )
         return CountsError(f"in call {self.report[REPORT_EPOCH]}: {found}")

@@ -9,6 +9,9 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
+import torch
+
+from thinwire.errors import CapacityError
 from thinwire.fused.counts import Segments, dense_segments
 from thinwire.fused.row_signature import describe_wire_word, wire_word
 from thinwire.wire import WireFormat
@@ -53,10 +56,11 @@ def gathered_parts(counts: Sequence[int]) -> tuple[Segments, int]:
 
 
 def signature_of(
-    op: int, parts: Segments, row: int, dtype: str, wire: WireFormat, gather_wire: WireFormat
+    op: int, parts: Segments, row: int, dtype: object, wire: WireFormat, gather_wire: WireFormat
 ) -> tuple[int, int, int, int]:
-    """What ranks tell each other of a call: four int64, equal on ranks that do the same."""
-    spread, number = zlib.crc32(repr((parts.counts, row, dtype)).encode()), [*_DTYPES, dtype].index(dtype)
+    """What ranks tell each other of a call: four int64, equal on ranks that do the same. `dtype` may be its name."""
+    name = str(dtype).removeprefix("torch.")
+    spread, number = zlib.crc32(repr((parts.counts, row, name)).encode()), [*_DTYPES, name].index(name)
     return op | number << 8 | spread << 16, wire_word(wire), wire_word(gather_wire), sum(parts.counts)
 
 
@@ -72,3 +76,26 @@ def describe_signature(signature: Sequence[int]) -> str:
     legs = [describe_wire_word(word) for word in signature[1:3]]
     wires = {0: f"{legs[0]}, then {legs[1]}", 1: legs[0], 2: legs[1]}.get(op, "unknown")
     return f"{names[0]} of {signature[3]} {names[1]} elements as {wires}"
+
+
+def describe_mismatch(members: Sequence[int], own: int, calls: Sequence[str], wrong: Sequence[int]) -> str:
+    """Who does what, where the ranks in `wrong` do something else than `own`; `members` are their names."""
+    lines = ["the ranks do different things:", f"  rank {members[own]}: {calls[own]}"]
+    for peer in wrong:
+        lines.append(f"  rank {members[peer]}: {calls[peer]}" + ", divided otherwise" * (calls[peer] == calls[own]))
+    return "\n".join(lines)
+
+
+def longest_record(row: int, dtype: torch.dtype, wires: Sequence[WireFormat], room: int) -> int:
+    """Bytes of a row's record in the format that takes the most.
+
+    Raises:
+        CapacityError: there is not as much room for it.
+    """
+    longest = max(wire.row_bytes(row, dtype) for wire in wires)
+    if longest > room:
+        raise CapacityError(
+            f"a record of {row} elements takes {longest} bytes as {' or '.join(map(repr, wires))}, and a piece of the "
+            f"direct transport holds {room}: pass transport='staged', or a smaller alignment"
+        )
+    return longest

@@ -23,9 +23,9 @@ from thinwire.triton_kernels.leg_layout import ALL_GATHER
 from thinwire.wire import WireFormat
 
 if TYPE_CHECKING:
-    from thinwire.fused.pulled_legs import PulledCollectives
+    from thinwire.fused.pulled_legs import PulledLegs
 
-    Carrier = DirectCollectives | PulledCollectives | StagedCollectives | TwoLevelCollectives
+    Carrier = DirectCollectives | PulledLegs | StagedCollectives | TwoLevelCollectives
 
 
 class PreparedCollective(PreparedCall):

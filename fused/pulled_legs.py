@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -27,11 +26,10 @@ from thinwire.comm.exchange import Exchange
 from thinwire.comm.host_collectives import Setting
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError, ConfigMismatch, CountsError, ThinwireError
-from thinwire.fused.backend import select_backend
-from thinwire.fused.channel import FLAT_ROW, RecvBuffer, RowCall, pack_wide_rows, unpacked_into
+from thinwire.fused.channel import FLAT_ROW, Place, RecvBuffer, RowCall, Transfer, outgoing_rows
 from thinwire.fused.counts import Segments, dense_segments
 from thinwire.fused.direct_transport import CLOSED
-from thinwire.fused.partition import describe_signature
+from thinwire.fused.partition import describe_mismatch, describe_signature, longest_record
 from thinwire.fused.partition import signature_of as signature_of_parts
 from thinwire.fused.prepared import flat, in_memory
 from thinwire.fused.pulled import PulledTransport
@@ -142,11 +140,6 @@ class Leg:
         world, layout = legs.world, (0,) * 6 if exact else record_layout(wire, hidden, dtype)
         self.sums, self.then, self.kind, self.signature = sums is not None, then, kind, tuple(signature)
         self.units = legs.piece if exact else legs.piece // max(room, layout[-1])
-        if not self.units:
-            raise CapacityError(
-                f"a record of {hidden} elements takes {max(room, layout[-1])} bytes, and a piece of the direct "
-                f"transport holds {legs.piece}: pass transport='staged', or a smaller alignment"
-            )
         self.exact, self.each, self.size = exact, each, size
         self._scratch = torch.empty(scratch_bytes(hidden, world) if self.sums else 1, dtype=torch.uint8, device="cpu")
         codes = (0, 0) if exact else (dtype_code(dtype), dtype_code(sums or dtype))
@@ -182,30 +175,11 @@ class Leg:
         self.rows = [self.wanted[step].ctypes.data for step in range(len(self.wanted))]
 
 
-class Transfer:
-    """A call under way: how many pieces this rank has packed and taken."""
-
-    packed = taken = 0
-    over = False
-    error: BaseException | None = None
-    result: torch.Tensor | None = None
-
-    def __init__(
-        self,
-        leg: Leg,
-        x: torch.Tensor,
-        recv_buffer: RecvBuffer | None,
-        place: Callable[[list[int]], RecvBuffer] | None = None,
-    ) -> None:
-        self.leg, self.recv_buffer, self.place = leg, recv_buffer, place
-        self.x: torch.Tensor | None = x
-
-
 class PulledLegs(PulledTransport):
-    """One rank's memory for legs, and the call under way; see `PulledTransport`.
+    """One rank's memory for legs, and the call under way; see `PulledTransport`. A Transport of collectives.
 
     Attributes:
-        rows, collectives: what all-to-all-v and the collectives take as their transport.
+        rows: what all-to-all-v takes as its transport.
     """
 
     phases = ("pieces", "sums")
@@ -230,7 +204,7 @@ class PulledLegs(PulledTransport):
         self._everyone = self.everyone.ctypes.data
         self._calls = 0
         self._jobs: dict[tuple[object, ...], Leg] = {}
-        self.rows, self.collectives = PulledRows(self), PulledCollectives(self)
+        self.rows = PulledRows(self)
 
     def describe(self) -> str:
         """One line for `Communicator.explain`."""
@@ -241,7 +215,7 @@ class PulledLegs(PulledTransport):
     def settle(self) -> None:
         """Ends the call under way, if there is one; what it comes to is for its own `wait` to say."""
         if self.under_way is not None:
-            self._complete(self.under_way)
+            self.complete(self.under_way)
 
     def leave_to_parent(self) -> None:
         """See `DirectTransport.leave_to_parent`."""
@@ -288,12 +262,10 @@ class PulledLegs(PulledTransport):
         key = (op, *parts.counts, *parts.displs, row, wire, gather_wire, dtype, out_dtype, signature)
         job = self._jobs.get(key)
         if job is None:
-            own = parts.counts[self.rank]
+            own, size = parts.counts[self.rank], dtype.itemsize
             same = Segments([own] * self.world, [0] * self.world)
-            name = str(dtype).removeprefix("torch.")
-            told = signature or signature_of_parts(op, parts, row, name, wire, gather_wire)
-            size = dtype.itemsize
-            room = max(leg.row_bytes(row, dtype) for leg in (wire, gather_wire))
+            told = signature or signature_of_parts(op, parts, row, dtype, wire, gather_wire)
+            room = longest_record(row, dtype, (wire, gather_wire), self.piece)
             form = row, row, size, size  # elements of a record, and bytes of each
             kinds: dict[str, Any] = {"kind": _COLLECTIVE, "room": room}
             if op != REDUCE_SCATTER:
@@ -314,6 +286,12 @@ class PulledLegs(PulledTransport):
             self._jobs[key] = job
         return job
 
+    def begin(self, comm: Communicator, call: CollectiveCall, x: torch.Tensor, out: torch.Tensor) -> None:
+        """The whole call of a collective, of any dense x; see `StagedCollectives.begin`."""
+        if call.job is None:
+            call.job = self.job(call.op, call.parts, call.row, call.wires[0], call.wires[-1], call.dtype)
+        self.run(call.job, x if in_memory(x) else flat(x.detach()), out)
+
     def run(self, leg: Leg, x: torch.Tensor, out: torch.Tensor) -> None:
         """A whole call of a collective, of tensors without gaps; out may be x, or lie where its part of x does.
 
@@ -326,10 +304,6 @@ class PulledLegs(PulledTransport):
         self.require_usable()
         self._calls += 1
         board = self.board  # which keeps the memory mapped
-        self._run(leg, x, out)
-        del board
-
-    def _run(self, leg: Leg, x: torch.Tensor, out: torch.Tensor) -> None:
         then, rows, pool, address = leg.then, leg.rows, self._pool, leg.address
         leg.words[0], leg.words[1] = x.data_ptr(), out.data_ptr()
         if then is not None:
@@ -337,7 +311,7 @@ class PulledLegs(PulledTransport):
         done = pull.NOTHING
         if len(rows) == 1:
             behind = rows[0] if then is None else then.rows[0]
-            done = pull.whole_kernel(pool, address, rows[0], behind, leg.sums, self.board.looks)
+            done = pull.whole_kernel(pool, address, rows[0], behind, leg.sums, board.looks)
             if done == pull.ALL:
                 return
         ahead = int(len(rows) > 1 and not leg.sums)  # a piece is packed while peers read the one before
@@ -372,13 +346,8 @@ class PulledLegs(PulledTransport):
         wrong = [peer for peer, head in enumerate(heads) if not head.is_like(leg.kind, leg.signature)]
         if number or not wrong:
             self._fail_of_nonsense()
-        calls = [head.describe() for head in heads]
-        lines = ["the ranks do different things:", f"  rank {self.members[self.rank]}: {calls[self.rank]}"]
-        for peer in wrong:
-            same = ", divided otherwise" * (calls[peer] == calls[self.rank])
-            lines.append(f"  rank {self.members[peer]}: {calls[peer]}{same}")
         self._drop([head.lines for head in heads])
-        raise ConfigMismatch("\n".join(lines))
+        raise ConfigMismatch(describe_mismatch(self.members, self.rank, [head.describe() for head in heads], wrong))
 
     def _drop(self, lines: Sequence[int]) -> None:
         """Takes so many lines of each rank, as they come, and reads nothing."""
@@ -392,19 +361,19 @@ class PulledLegs(PulledTransport):
         self.fail(ThinwireError(f"{NAME}: a peer's line is none that its call can have: its memory was written into"))
 
     def _heads(self) -> list[_Head]:
-        """What each rank's next line says."""
+        """Reads what each rank's next line says."""
         return [_Head(*numbers) for numbers in self.board.next_lines(pull.CHANNEL)]
 
     # -----------------------------------------------------------------------------------------------------------------
     # Rows
 
-    def begin(self, transfer: Transfer, wait: bool) -> Transfer:
+    def send(self, transfer: Transfer, wait: bool) -> Transfer:
         """Begins an all-to-all-v, and with `wait` ends it; what is under way is ended first."""
         if self.under_way is not None:
             self.settle()
         self.require_usable()
         self._calls += 1
-        leg, buffer = transfer.leg, transfer.recv_buffer
+        leg, buffer = transfer.route, transfer.recv_buffer
         assert transfer.x is not None
         board = self.board  # which keeps the memory mapped
         leg.words[0] = transfer.x.data_ptr()
@@ -413,7 +382,7 @@ class PulledLegs(PulledTransport):
         if wait and buffer is not None and len(leg.rows) == 1:
             done = pull.whole_kernel(self._pool, leg.address, leg.rows[0], leg.rows[0], False, board.looks)
             if done == pull.ALL:
-                transfer.over, transfer.x = True, None
+                transfer.result, transfer.x = buffer.output(), None
                 return transfer
             transfer.packed = int(done == pull.PACKED)
         self.under_way = transfer
@@ -423,24 +392,28 @@ class PulledLegs(PulledTransport):
             transfer.packed += 1
         del board
         if wait:
-            self._complete(transfer)
+            self.complete(transfer)
         return transfer
 
-    def _complete(self, transfer: Transfer) -> None:
+    def complete(self, transfer: Transfer) -> None:
+        """Ends a call if that has not happened; what it comes to is for its own `wait` to say."""
         if transfer is not self.under_way:
             return
         try:
             board = self.board  # which keeps the memory mapped
             self._move(transfer)
             del board
+            if transfer.error is None:
+                assert transfer.recv_buffer is not None
+                transfer.result = transfer.recv_buffer.output()
         except ThinwireError as error:
             transfer.error = transfer.error or error
         if transfer is self.under_way:
             self.under_way = None
-        transfer.over, transfer.x = True, None
+        transfer.x = None
 
     def _move(self, transfer: Transfer) -> None:
-        leg = transfer.leg
+        leg: Leg = transfer.route
         if transfer.recv_buffer is None:
             self._learn_counts(transfer)
         pool, address, calls = self._pool, leg.address, self._calls
@@ -468,7 +441,7 @@ class PulledLegs(PulledTransport):
 
     def _learn_counts(self, transfer: Transfer) -> None:
         """Waits for all first lines, which have the counts, and finds a place for the rows."""
-        leg = transfer.leg
+        leg: Leg = transfer.route
         if not transfer.packed:
             self._pack(leg, 0)
             transfer.packed = 1
@@ -537,8 +510,8 @@ class _Head:
         return describe_signature(self.signature) if self.kind == _COLLECTIVE else "all_to_all_v"
 
 
-class _OverLegs:
-    """What operations take as their transport: the legs that they share."""
+class PulledRows:
+    """All-to-all-v over legs that are the collectives', too; a Transport."""
 
     name, reason = "direct", ""
     lack: type[ThinwireError] | None = None
@@ -550,88 +523,32 @@ class _OverLegs:
         """See `PulledLegs.describe`."""
         return str(self._legs.describe())
 
-
-class PulledRows(_OverLegs):
-    """All-to-all-v; a Transport."""
-
     def begin(
         self,
         comm: Communicator,
         call: RowCall,
         x: torch.Tensor,
         recv_buffer: RecvBuffer | None,
-        place: Callable[[list[int]], RecvBuffer] | None,
+        place: Place | None,
         wait: bool,
     ) -> Callable[[], torch.Tensor]:
-        """See `Channel.begin`."""
+        """See `DeviceChannel.begin`."""
         legs, leg = self._legs, call.route
         if leg is None or not in_memory(x):
-            x, leg, recv_buffer, place = self._prepare(call, x, recv_buffer, place)
-        transfer = legs.begin(Transfer(leg, x, recv_buffer, place), wait)
-        return partial(_outcome, legs, transfer)
-
-    def _prepare(
-        self,
-        call: RowCall,
-        x: torch.Tensor,
-        recv_buffer: RecvBuffer | None,
-        place: Callable[[list[int]], RecvBuffer] | None,
-    ) -> tuple[torch.Tensor, Leg, RecvBuffer | None, Callable[[list[int]], RecvBuffer] | None]:
-        """What travels, and how."""
-        legs, wire, sends, dtype = self._legs, call.wire, call.sends, x.dtype
-        width, plain = math.prod(call.tail), in_memory(x)
-        exact, flat_rows = not wire.quantized or not width, x.dim() == 1
-        each = FLAT_ROW if flat_rows and not exact else 1
-        size, signature = width * x.itemsize, signature_of(call.tail, dtype, wire)
-        x = x.resolve_conj().resolve_neg()
-        record_bytes = 0 if exact else wire.row_bytes(each * width, dtype)
-        is_wide = record_bytes > legs.piece
-        if is_wide:  # made and read here, and sent as the bytes that they are
-            if flat_rows:
-                raise CapacityError(
-                    f"a record of {FLAT_ROW} elements takes {record_bytes} bytes in {wire!r}; for 1-D tensors it must "
-                    f"fit into a piece of the direct transport, {legs.piece} bytes: pass transport='staged', or a "
-                    "smaller alignment"
-                )
-            backend, place_rows = select_backend(x.device, wire), place
-            x, sends = pack_wide_rows(x, sends, wire, record_bytes, backend), dense_segments(sends.counts)
-            recv_buffer = recv_buffer and unpacked_into(recv_buffer, wire, record_bytes, backend)
-            place = place_rows and (lambda counts: unpacked_into(place_rows(counts), wire, record_bytes, backend))
-            size, exact = record_bytes, True
-        elif not x.is_contiguous():
-            rows = x.flatten(1) if not exact and x.dim() > 1 and x.numel() else x
-            x = rows if not exact and rows.dim() == 2 and rows.stride(1) == 1 else x.contiguous()
-        step = x.stride(0) * x.itemsize if not exact and x.dim() == 2 else size
-        once = len({*zip(*sends, strict=True)}) == 1
-        receives = None if recv_buffer is None else recv_buffer.segments
-        leg = Leg(
-            legs, dtype, wire, each, each * width, step, size, sends, receives, _ROWS, signature, exact=exact, once=once
-        )
-        # Not of a call whose counts a check has told: the next one's may be others.
-        if plain and not is_wide and (recv_buffer is None or receives is call.receives):
-            call.route = leg
-        return x, leg, recv_buffer, place
-
-
-def _outcome(legs: PulledLegs, transfer: Transfer) -> torch.Tensor:
-    """Ends an all-to-all-v, and gives its output."""
-    if not transfer.over and transfer.error is None:
-        legs._complete(transfer)
-    if transfer.error is not None:
-        raise transfer.error
-    assert transfer.recv_buffer is not None
-    if transfer.result is None:
-        transfer.result = transfer.recv_buffer.output()
-    return transfer.result
-
-
-class PulledCollectives(_OverLegs):
-    """All-reduce, reduce-scatter and all-gather; a Transport."""
-
-    def begin(self, comm: Communicator, call: CollectiveCall, x: torch.Tensor, out: torch.Tensor) -> None:
-        """The whole call, of any dense x; see `StagedCollectives.begin`."""
-        job = call.job
-        if job is None:
-            job = self._legs.job(call.op, call.parts, call.row, call.wires[0], call.wires[-1], call.dtype)
-            call.job = job
-        self._legs.run(job, x if in_memory(x) else flat(x.detach()), out)
+            plain, wire, dtype, width = in_memory(x), call.wire, x.dtype, math.prod(call.tail)
+            exact = not wire.quantized or not width
+            each = FLAT_ROW if x.dim() == 1 and not exact else 1
+            record_bytes = 0 if exact else wire.row_bytes(each * width, dtype)
+            wide = record_bytes if record_bytes > legs.piece else 0
+            size = wide or width * x.itemsize
+            x, step, sends, recv_buffer, place = outgoing_rows(call, x, size, wide, legs.piece, recv_buffer, place)
+            receives = None if recv_buffer is None else recv_buffer.segments
+            signature, once = signature_of(call.tail, dtype, wire), len({*zip(*sends, strict=True)}) == 1
+            leg = Leg(
+                legs, dtype, wire, each, each * width, step, size, sends, receives, _ROWS, signature,
+                exact=exact or wide > 0, once=once,
+            )  # fmt: skip
+            # Not of a call whose counts a check has told: the next one's may be others.
+            if plain and not wide and (recv_buffer is None or receives is call.receives):
+                call.route = leg
+        return legs.send(Transfer(legs, leg, x, recv_buffer, place), wait).wait

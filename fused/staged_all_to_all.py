@@ -29,7 +29,7 @@ class StagedRows(Staged):
         place: Callable[[list[int]], RecvBuffer] | None,
         wait: bool,
     ) -> Callable[[], torch.Tensor]:
-        """See `Channel.begin`. It returns before the peers' rows are here, whatever `wait` is."""
+        """See `DeviceChannel.begin`. It returns before the peers' rows are here, whatever `wait` is."""
         if recv_buffer is None:
             assert place is not None
             recv_buffer = place(comm.exchange_counts(call.sends.counts))

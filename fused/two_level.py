@@ -159,8 +159,7 @@ class TwoLevelCollectives(Attachment):
     ) -> None:
         """A step within the host, of exact rows; sums are float32."""
         # Ranks compare the whole call: a rail compares its own, and records of other formats may be as long.
-        name, wires = str(call.dtype).removeprefix("torch."), call.wires
-        signature = signature_of(call.op, call.parts, call.row, name, wires[0], wires[-1])
+        signature = signature_of(call.op, call.parts, call.row, call.dtype, call.wires[0], call.wires[-1])
         job = self._within.job(op, parts, row, _EXACT, _EXACT, x.dtype, torch.float32, signature)
         self._within.run(job, x, out)
 

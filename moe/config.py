@@ -142,29 +142,20 @@ class ParallelSettings:
 
     def lane_layout(self, world: int, *, weight_grads: bool = False) -> RoundLayout:
         """Of each lane on the direct transport over so many ranks; see `RoundLayout.of`."""
-        return RoundLayout.of(
-            world=world,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            hidden=self.hidden_size,
-            max_tokens=self.max_tokens,
-            wire=self.wire,
-            combine_wire=self.combine_wire,
-            dtype=self.dtype,
-            weight_grads=weight_grads,
-            invariant=self.invariant,
-        )
+        return RoundLayout.of(**self._of_lanes(world, weight_grads))
 
     def pulled_layout(self, world: int, *, weight_grads: bool = False, **others: Any) -> PulledLayout:
-        """The same of CPU ranks, whose peers read there; see `PulledLayout.of`, which has the others."""
+        """The same of CPU ranks, whose peers read there; see `PulledLayout`, which has the others."""
         from thinwire.triton_kernels.cpu.lane import PulledLayout  # it loads numba
 
-        settings: dict[str, Any] = {
+        return PulledLayout(**(self._of_lanes(world, weight_grads) | others))
+
+    def _of_lanes(self, world: int, weight_grads: bool) -> dict[str, Any]:
+        return {
             "world": world, "num_experts": self.num_experts, "top_k": self.top_k, "hidden": self.hidden_size,
             "max_tokens": self.max_tokens, "wire": self.wire, "combine_wire": self.combine_wire, "dtype": self.dtype,
             "weight_grads": weight_grads, "invariant": self.invariant,
         }  # fmt: skip
-        return PulledLayout.of(**(settings | others))
 
     def dispatch_bytes(self, transport: str, world: int, tokens: int, dtype: torch.dtype) -> tuple[int, int]:
         """What a rank with so many tokens sends to dispatch them: bytes for each record, and bytes beside all records.

@@ -17,10 +17,9 @@ import torch
 
 from thinwire.compiler import opaque
 from thinwire.errors import LaneError, RoutingError
-from thinwire.fused.backend import RoundKernels
 from thinwire.fused.counts import new_rows
 from thinwire.fused.direct_transport import compiled_for
-from thinwire.moe.direct_lanes import DirectLanes
+from thinwire.moe.direct_lanes import DirectLanes, Lanes, RoundKernels
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.plan import SendPlan
 from thinwire.moe.received import Arrived, Records, check_capacity
@@ -74,19 +73,9 @@ class DirectRounds(DirectLanes):
     def _round(self, lane: int, x: torch.Tensor) -> Dispatched:
         return DirectRound(self, lane, x)
 
-    def views(self, lane: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of every round of a dtype on a lane: the records, and like what others are made: nothing, and a bool []."""
-        views = self._views.get((lane, dtype))
-        if views is None:
-            tensors = self.lanes[lane]
-            with torch.inference_mode(False):
-                rows = tensors.records[:, : tensors.wire.row_bytes(self.config.hidden_size, dtype)]
-                nothing = torch.empty(0, dtype=dtype, device=self.device)
-                views = self._views[lane, dtype] = rows, nothing, tensors.buffer[0].view(torch.bool)
-        return views
-
-    def is_open(self, lane: int) -> bool:
-        return self._open[lane] and self._due[lane] is None
+    def views_of_lane(self, lane: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        tensors = self.lanes[lane]
+        return {"rows": tensors.records[:, : tensors.wire.row_bytes(self.config.hidden_size, dtype)]}
 
     def refuse(self, lane: int, why: int) -> None:
         """All ranks find a mismatch; what is left of the round is due before the next leg on the lane."""
@@ -225,12 +214,14 @@ class DirectRound(Dispatched):
     """A round on a lane of the direct transport: what kernels routed there, in the lane's own tensors."""
 
     _rounds: DirectRounds
+    _nothing: torch.Tensor
+    _flag: torch.Tensor
 
-    def __init__(self, rounds: DirectRounds, lane: int, x: torch.Tensor) -> None:
+    def __init__(self, rounds: Lanes, lane: int, x: torch.Tensor) -> None:
         super().__init__(rounds, lane, x)
         self._tensors = rounds.lanes[lane]
         self._number = rounds.rounds_begun[lane]
-        self.rows, self._nothing, self._flag = rounds.views(lane, x.dtype)
+        vars(self).update(rounds.views(lane, x.dtype))
         self.index = self._tensors.index
         counts, offsets = self._tensors.expert_counts, self._tensors.expert_offsets
         # On a GPU kernels of a graph that is replayed read those of the lane.
@@ -274,12 +265,14 @@ class DirectRound(Dispatched):
         tensors.positions[:, :1] = self._arrived.rows.unsqueeze(1)
         return tensors
 
-    def _gather_from(self, tensors: Lane, capacity: int, zero_tail: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gather_from(
+        self, tensors: Any, capacity: int, zero_tail: bool, *chosen: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self._rounds.raise_failure(self.lane)
         config = self._rounds.config
         tokens = new_rows(self._nothing, capacity, (config.hidden_size,), memory=config.comm.result_memory)
         overflow = torch.empty_like(self._flag)  # at half the cost of asking for a dtype
-        self._rounds.kernels.gather(tensors, tokens, overflow, zero_tail)
+        self._rounds.kernels.gather(tensors, tokens, overflow, zero_tail, *chosen)
         return tokens, overflow
 
     def _begin_combine(self, expert_out: torch.Tensor, out: torch.Tensor, weighted: bool) -> Callable[[], None]:

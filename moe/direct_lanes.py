@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
 from thinwire.comm.memory.symmetric import SymmetricMemory, held_bytes
 from thinwire.errors import PeerTimeout, RoutingError
-from thinwire.fused.backend import select_round_kernels
 from thinwire.fused.direct_transport import DirectTransport
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.gradients import describe_tag
 from thinwire.moe.round_transport import Rounds, left_open, refused_by
-from thinwire.triton_kernels import signal
+from thinwire.triton_kernels import combine, dispatch, permute, signal
 from thinwire.triton_kernels.round_layout import (
     COMBINE,
     DISPATCH,
@@ -40,18 +43,108 @@ def lanes_bytes(layout: RoundLayout, lanes: int, rank: int, align: int, heap: st
     return held_bytes(heap, lanes * layout.NUM_BYTES, layout.WORLD) + lanes * Lane.bytes_beside(layout, rank, align)
 
 
-class DirectLanes(DirectTransport, Rounds):
-    """Lanes over symmetric memory, of which each has `layout.NUM_BYTES`; it is closed with this object."""
+class Lanes(DirectTransport, Rounds):
+    """Rounds on lanes over memory that peers reach; it is closed with this object.
+
+    Attributes:
+        lanes: this rank's ends, each with its `layout`.
+    """
 
     name = "direct"
     phases, counted = ("dispatch", "combine"), "round"  # by DISPATCH and COMBINE
     tagged_by = "layer"
+    lanes: list[Any]
+    _views: dict[tuple[int, torch.dtype], dict[str, torch.Tensor]]
+
+    def begin_rounds(self, config: ParallelConfig, reason: str) -> None:
+        """Sets what rounds need beside the transport; for `__init__`."""
+        Rounds.__init__(self, config, reason)
+        self._views = {}
+        self._open = [False] * config.lanes
+        # Of each lane the wait that is due before its next leg, of what was refused here or closed for a mismatch.
+        self._due: list[int | None] = [None] * config.lanes
+
+    def is_open(self, lane: int) -> bool:
+        return self._open[lane] and self._due[lane] is None
+
+    def views(self, lane: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Gives what every round of a dtype on a lane has: like what others are made, nothing and a bool []."""
+        views = self._views.get((lane, dtype))
+        if views is None:
+            with torch.inference_mode(False):
+                views = {
+                    "_nothing": torch.empty(0, dtype=dtype, device=self.device),
+                    "_flag": self.memory.local[0].view(torch.bool),
+                } | self.views_of_lane(lane, dtype)
+            self._views[lane, dtype] = views
+        return views
+
+    def views_of_lane(self, lane: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Gives what else rounds have that lies in the lane's memory."""
+        return {}
+
+    def mismatch_of(self, lane: int, refusals: Mapping[int, int], told: Mapping[int, tuple[int, int]]) -> RoutingError:
+        """Says what ranks disagree on.
+
+        Args:
+            refusals: why ranks refused what they were given.
+            told: of each rank the number of its tokens, and the word of their dtype and tag.
+        """
+        if refusals:
+            return RoutingError(f"lane {lane}: {refused_by(refusals)}")
+        names, described = {code: str(dtype) for dtype, code in DTYPE_CODES.items()}, []
+        for rank, (tokens, word) in told.items():
+            dtype = names.get(word & (1 << DTYPE_BITS) - 1, "an unknown dtype")
+            wanted = describe_tag(word >> DTYPE_BITS, self.tagged_by)
+            described.append(f"rank {rank} {tokens} tokens of {dtype} with {wanted}")
+        return RoutingError(
+            f"lane {lane}: all ranks of a round need the same dtype and {self.tagged_by}, at most "
+            f"{self.lanes[lane].layout.MAX_TOKENS} tokens, and must want the same gradients, those without tokens too; "
+            f"they dispatched: {', '.join(described)}"
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        """The ranks' memory, and what lanes and kernels keep beside it; nothing is allocated later but results."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """For `explain`."""
+        size = self.memory_bytes / 2**20
+        return (
+            f"transport: {self.name} ({self.reason}); lanes: {len(self.lanes)}, {size:.1f} MiB in all, "
+            f"{self.memory.kind} heap, generation {self.memory.generation}; waits end after {self.timeout:g} s"
+        )
+
+    def close(self) -> None:
+        """Gives the memory back. Tensors made from it stay readable. A CPU rank's wait in another thread ends."""
+        super().close()
+        self.lanes.clear()
+        self._views.clear()
+
+
+@dataclass(frozen=True)
+class RoundKernels:
+    """The launchers of a round's kernels, in the order in which a round calls them."""
+
+    send_tokens: Callable[..., None] = dispatch.send_tokens
+    wait: Callable[..., None] = dispatch.wait
+    route: Callable[..., None] = permute.route
+    gather: Callable[..., None] = permute.gather
+    send_sums: Callable[..., None] = combine.send_sums
+    close_round: Callable[..., None] = dispatch.close_round
+    sum_home: Callable[..., None] = combine.sum_home
+    refuse: Callable[..., None] = dispatch.refuse  # in place of send_tokens
+
+
+class DirectLanes(Lanes):
+    """Lanes over symmetric memory, of which each has `layout.NUM_BYTES`."""
 
     def __init__(self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, reason: str) -> None:
         comm = config.comm
         DirectTransport.__init__(self, "ExpertParallel", memory, comm.rank, config.peer_timeout, comm.voters)
-        Rounds.__init__(self, config, reason)
-        self.kernels = select_round_kernels(config.dispatch_backend)
+        self.begin_rounds(config, reason)
+        self.kernels = RoundKernels()
         self.lanes = [
             self.watched(
                 Lane.of(
@@ -70,10 +163,6 @@ class DirectLanes(DirectTransport, Rounds):
         # The host's window on what kernels report; it may be read at any time, without asking the device.
         self._reports = [lane.report.numpy() for lane in self.lanes]
         self._words = [report.data for report in self._reports]  # the same, of which a word is read sooner
-        self._views: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-        self._open = [False] * config.lanes
-        # Of each lane the wait that is due before its next leg, of what was refused here or closed for a mismatch.
-        self._due: list[int | None] = [None] * config.lanes
         # The lane on which a wait ended first, after which none can be used, and who said on any that it is stuck.
         self._failed: int | None = None
         self._stuck: list[bool] = [False] * self.world
@@ -152,23 +241,11 @@ class DirectLanes(DirectTransport, Rounds):
         return self.timed_out(self._reports[lane], lane, stuck, advice)
 
     def _mismatch(self, lane: int) -> RoutingError:
-        layout = self.lanes[lane].layout
-        names = {code: str(dtype) for dtype, code in DTYPE_CODES.items()}
-        lines = self._lines(lane, layout.SIGNALS)
-        told = lines[:, [SIGNAL_TOKENS, SIGNAL_DTYPE]].tolist()
-        refusals = {rank: word >> DTYPE_BITS for rank, (tokens, word) in enumerate(told) if tokens == REFUSED}
-        if refusals:
-            return RoutingError(f"lane {lane}: {refused_by(refusals)}")
-        described = []
-        for rank, (tokens, word) in enumerate(told):
-            dtype = names.get(word & (1 << DTYPE_BITS) - 1, "an unknown dtype")
-            wanted = describe_tag(word >> DTYPE_BITS, self.tagged_by)
-            described.append(f"rank {rank} {tokens} tokens of {dtype} with {wanted}")
-        return RoutingError(
-            f"lane {lane}: all ranks of a round need the same dtype and {self.tagged_by}, at most {layout.MAX_TOKENS} "
-            "tokens, and must want the same gradients, those without tokens too; they dispatched: "
-            f"{', '.join(described)}"
-        )
+        lines = self._lines(lane, self.lanes[lane].layout.SIGNALS)
+        said = lines[:, [SIGNAL_TOKENS, SIGNAL_DTYPE]].tolist()
+        told = {rank: (tokens, word) for rank, (tokens, word) in enumerate(said)}
+        refusals = {rank: word >> DTYPE_BITS for rank, (tokens, word) in told.items() if tokens == REFUSED}
+        return self.mismatch_of(lane, refusals, told)
 
     @property
     def lost(self) -> tuple[int, ...] | None:
@@ -184,21 +261,7 @@ class DirectLanes(DirectTransport, Rounds):
         beside = sum(lane.memory_bytes - lane.buffer.numel() for lane in self.lanes)
         return self.memory.memory_bytes + beside
 
-    def describe(self) -> str:
-        """For `explain`."""
-        size = self.memory_bytes / 2**20
-        return (
-            f"transport: {self.name} ({self.reason}); lanes: {len(self.lanes)}, {size:.1f} MiB in all, "
-            f"{self.memory.kind} heap, generation {self.memory.generation}; waits end after {self.timeout:g} s"
-        )
-
     def require_usable(self) -> None:
         """Raises what kernels reported on any lane."""
         for lane in range(len(self.lanes)):
             self.raise_failure(lane)
-
-    def close(self) -> None:
-        """Gives the memory back. Tensors made from it stay readable."""
-        super().close()
-        self.lanes.clear()
-        self._views.clear()

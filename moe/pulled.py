@@ -13,17 +13,14 @@ from typing import Any
 import torch
 
 from thinwire.comm.memory.symmetric import SymmetricMemory, held_bytes
-from thinwire.comm.shared import Board
 from thinwire.errors import LaneError, PeerTimeout, RoutingError, ThinwireError
-from thinwire.fused.counts import new_rows
-from thinwire.fused.pulled import PulledTransport
+from thinwire.fused.pulled import Board, PulledTransport
 from thinwire.moe.config import ParallelConfig
-from thinwire.moe.direct import DirectRound, sources_of_slots
+from thinwire.moe.direct import DirectRound
 from thinwire.moe.direct_gradients import DirectPlan
+from thinwire.moe.direct_lanes import Lanes
 from thinwire.moe.dispatched import Dispatched
-from thinwire.moe.gradients import describe_tag
-from thinwire.moe.received import Arrived
-from thinwire.moe.round_transport import Rounds, left_open, refused_by
+from thinwire.moe.round_transport import left_open
 from thinwire.triton_kernels.cpu import rounds
 from thinwire.triton_kernels.cpu.lane import REFUSED, PulledLane, PulledLayout
 from thinwire.triton_kernels.cpu.lines import board_bytes
@@ -34,24 +31,20 @@ from thinwire.triton_kernels.round_layout import (
     DTYPE_BITS,
     DTYPE_CODES,
     LEFT_OPEN,
+    aligned,
 )
 from thinwire.wire import WireFormat
 
 #: Positions and weights of a round's rows; None: the lane's.
 Terms = tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
 
-_ALIGNMENT = 128
 _ADVICE = "; no lane can be used any more, rebuild() makes new ones"
 CLOSED = "this ExpertParallel was closed while this call was under way"
 
 
 def shared_bytes(layout: PulledLayout, lanes: int, ranks: int) -> int:
     """Bytes of each rank's shared memory: the board of so many ranks, and the lanes."""
-    return _board_room(ranks, lanes) + lanes * layout.NUM_BYTES
-
-
-def _board_room(ranks: int, lanes: int) -> int:
-    return -(-board_bytes(ranks, lanes) // _ALIGNMENT) * _ALIGNMENT
+    return aligned(board_bytes(ranks, lanes)) + lanes * layout.NUM_BYTES
 
 
 def lanes_bytes(layout: PulledLayout, lanes: int, rank: int, align: int, heap: str) -> int:
@@ -66,8 +59,8 @@ def lanes_bytes(layout: PulledLayout, lanes: int, rank: int, align: int, heap: s
     return shared + lanes * PulledLane.bytes_beside(layout, rank, align)
 
 
-class PulledRounds(PulledTransport, Rounds):
-    """Lanes in shared memory, which is closed with this object, and the legs of rounds on them.
+class PulledRounds(PulledTransport, Lanes):
+    """Lanes in shared memory, and the legs of rounds on them.
 
     Args:
         layout: of each lane.
@@ -81,10 +74,6 @@ class PulledRounds(PulledTransport, Rounds):
     Attributes:
         kernels: what has those of `thinwire.triton_kernels.cpu.rounds`.
     """
-
-    name = "direct"
-    phases, counted = ("dispatch", "combine"), "round"  # by DISPATCH and COMBINE
-    tagged_by = "layer"
 
     def __init__(
         self,
@@ -105,19 +94,19 @@ class PulledRounds(PulledTransport, Rounds):
             self, "ExpertParallel", memory.among(members), place, config.peer_timeout, comm.voters, config.lanes,
             crowded,
         )  # fmt: skip
-        Rounds.__init__(self, config, reason)
+        self.begin_rounds(config, reason)
         self.members, self.size = members, comm.size
         self._ids_are_experts = rounds.ids_are_experts
         self.kernels: Any = rounds
         self._everyone = self.everyone.ctypes.data
-        heaps = memory.buffer_ptrs + _board_room(self.world, config.lanes)
+        first = aligned(self.board.num_bytes)
+        heaps, own = memory.buffer_ptrs + first, memory.local[first:]
         taker, places = zip(*(takers or [(rank, 0) for rank in range(comm.size)]), strict=True)
-        own = memory.local[_board_room(self.world, config.lanes) :]
         self.lanes = []
         for number in range(config.lanes):
             lane_ptrs = heaps + number * layout.NUM_BYTES
             self.lanes.append(
-                PulledLane.of(
+                PulledLane(
                     layout,
                     config.wire,
                     combine_wire or config.combine_wire,
@@ -132,10 +121,6 @@ class PulledRounds(PulledTransport, Rounds):
                     sum_dtype,
                 )
             )
-        self._views: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._open = [False] * config.lanes
-        # Of each lane the wait that is due before its next leg, of what was refused here or closed for a mismatch.
-        self._due: list[int | None] = [None] * config.lanes
         self._gave_up = False  # in a wait of its own
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -155,7 +140,7 @@ class PulledRounds(PulledTransport, Rounds):
         return lambda: self._arrive(lane, x, word)
 
     def _begin_leg(self, lane: int) -> Board:
-        """What keeps the memory mapped, whoever closes it meanwhile; after a wait that is due."""
+        """Waits as is due, and gives what keeps the memory mapped, whoever closes it meanwhile."""
         self.raise_failure(lane)
         held = self.board
         if self._due[lane] is not None:
@@ -177,9 +162,6 @@ class PulledRounds(PulledTransport, Rounds):
 
     def _round(self, lane: int, x: torch.Tensor) -> Dispatched:
         return PulledRound(self, lane, x)
-
-    def is_open(self, lane: int) -> bool:
-        return self._open[lane] and self._due[lane] is None
 
     def refuse(self, lane: int, why: int) -> None:
         """All ranks find a mismatch; what is left of the round is due before the next leg on the lane."""
@@ -216,9 +198,8 @@ class PulledRounds(PulledTransport, Rounds):
         """
         held = self._begin_leg(lane)
         phase, (of_rows, of_tokens) = self.config.comm.recorder.phase, grads or (None, None)
-        positions, weights = terms
         phase("sum, quantise and store")
-        self.kernels.send_sums(self.lanes[lane], expert_out, dtype, positions, weights, of_rows, as_they_are)
+        self.kernels.send_sums(self.lanes[lane], expert_out, dtype, *terms, of_rows, as_they_are)
         self._open[lane] = False
         del held
 
@@ -275,28 +256,16 @@ class PulledRounds(PulledTransport, Rounds):
             raise self.failed_with(self.failure)
 
     def failed_with(self, error: ThinwireError) -> ThinwireError:
-        """The same again, if it was a wait of its own."""
+        """Repeats an error of a wait of its own; wraps any other."""
         if isinstance(error, PeerTimeout) and self._gave_up:
             return PeerTimeout(str(error), ranks=error.ranks, lane=error.lane, epoch=error.epoch, phase=error.phase)
         return super().failed_with(error)
 
     def _mismatch(self, lane: int) -> RoutingError:
-        """What the ranks disagree on, by what they have said."""
         tensors = self.lanes[lane]
-        names = {code: str(dtype) for dtype, code in DTYPE_CODES.items()}
-        words = {rank: int(tensors.said[rank]) for rank in self.members}
-        if refusals := {rank: REFUSED - word for rank, word in words.items() if word < 0}:
-            return RoutingError(f"lane {lane}: {refused_by(refusals)}")
-        described = []
-        for rank, word in words.items():
-            dtype = names.get(word & (1 << DTYPE_BITS) - 1, "an unknown dtype")
-            wanted = describe_tag(word >> DTYPE_BITS, self.tagged_by)
-            described.append(f"rank {rank} {int(tensors.counts[rank])} tokens of {dtype} with {wanted}")
-        return RoutingError(
-            f"lane {lane}: all ranks of a round need the same dtype and {self.tagged_by}, at most "
-            f"{tensors.layout.MAX_TOKENS} tokens, and must want the same gradients, those without tokens too; they "
-            f"dispatched: {', '.join(described)}"
-        )
+        told = {rank: (int(tensors.counts[rank]), int(tensors.said[rank])) for rank in self.members}
+        refusals = {rank: REFUSED - word for rank, (_, word) in told.items() if word < 0}
+        return self.mismatch_of(lane, refusals, told)
 
     @property
     def lost(self) -> tuple[int, ...] | None:
@@ -309,15 +278,6 @@ class PulledRounds(PulledTransport, Rounds):
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def views(self, lane: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like what others are made, of every round of a dtype on a lane: nothing, and a bool []."""
-        views = self._views.get((lane, dtype))
-        if views is None:
-            with torch.inference_mode(False):
-                nothing = torch.empty(0, dtype=dtype, device=self.device)
-                views = self._views[lane, dtype] = nothing, self.memory.local[0].view(torch.bool)
-        return views
-
     @property
     def memory_bytes(self) -> int:
         """Shared memory, and what lanes keep beside it; nothing is allocated later but results."""
@@ -325,34 +285,12 @@ class PulledRounds(PulledTransport, Rounds):
         beside = PulledLane.bytes_beside(layout, self.config.comm.rank, self.config.align)
         return self.memory.memory_bytes + len(self.lanes) * beside
 
-    def describe(self) -> str:
-        """For `explain`."""
-        size = self.memory_bytes / 2**20
-        return (
-            f"transport: {self.name} ({self.reason}); lanes: {len(self.lanes)}, {size:.1f} MiB in all, "
-            f"{self.memory.kind} heap, generation {self.memory.generation}; waits end after {self.timeout:g} s"
-        )
-
-    def close(self) -> None:
-        """Gives the memory back. Tensors made from it stay readable. A wait under way, in another thread, ends."""
-        super().close()
-        self.lanes.clear()
-        self._views.clear()
-
 
 class PulledRound(DirectRound):
     """A round on such a lane: its records are in the peers' memory, and what was routed in the lane's own tensors."""
 
     _rounds: PulledRounds  # type: ignore[assignment]
-    _tensors: PulledLane  # type: ignore[assignment]
-
-    def __init__(self, rounds: PulledRounds, lane: int, x: torch.Tensor) -> None:
-        Dispatched.__init__(self, rounds, lane, x)
-        tensors = self._tensors = rounds.lanes[lane]
-        self._number = rounds.rounds_begun[lane]
-        self._nothing, self._flag = rounds.views(lane, x.dtype)
-        self.index = tensors.index
-        self.expert_counts, self.expert_offsets = tensors.expert_counts.clone(), tensors.expert_offsets.clone()
+    _tensors: PulledLane
 
     @functools.cached_property
     def rows(self) -> torch.Tensor:  # type: ignore[override]
@@ -363,31 +301,19 @@ class PulledRound(DirectRound):
         del held
         return records
 
-    def _read_arrived(self) -> Arrived:
-        tensors = self._tensors
-        source = tensors.kept.get("source")
-        if source is None:
-            source = tensors.kept["source"] = sources_of_slots(tensors)
-        return Arrived(tensors.positions, tensors.weights.masked_fill(tensors.positions < 0, 0.0), source)
-
-    def _gather(self, capacity: int, zero_tail: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._gather_chosen(capacity, zero_tail)
-
     def _unpack(self, chosen: torch.Tensor) -> torch.Tensor:
         _ = self._terms_of_records  # so that combine finds them
         used = self._arrived.number.clamp(max=len(chosen))
-        return self._gather_chosen(len(chosen), True, chosen, used)[0]
+        return self._gather_from(self._tensors, len(chosen), True, chosen, used)[0]
 
-    def _gather_chosen(
-        self, capacity: int, zero_tail: bool, chosen: torch.Tensor | None = None, used: torch.Tensor | None = None
+    def _gather_from(
+        self, tensors: Any, capacity: int, zero_tail: bool, *chosen: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._rounds.raise_failure(self.lane)
-        held, config = self._rounds.board, self._rounds.config
-        tokens = new_rows(self._nothing, capacity, (config.hidden_size,), memory=config.comm.result_memory)
-        overflow = torch.empty_like(self._flag)  # at half the cost of asking for a dtype
-        self._rounds.kernels.gather(self._tensors, tokens, overflow, zero_tail, chosen, used)
+        held = self._rounds.board  # which keeps the memory mapped
+        made = super()._gather_from(tensors, capacity, zero_tail, *chosen)
         del held
-        return tokens, overflow
+        return made
 
     def _begin_combine(self, expert_out: torch.Tensor, out: torch.Tensor, weighted: bool) -> Callable[[], None]:
         terms: Terms = self._terms_of_records if weighted else (None, None)
@@ -417,7 +343,7 @@ class PulledBackward(PulledRounds):
 
 
 class PulledPlan(DirectPlan):
-    """As `DirectPlan`; gradients of router weights travel in the order of a record's rows, and need no ids."""
+    """The way of a round's gradients. Those of router weights travel in the order of a record's rows, without ids."""
 
     def _keep_ids(self, tensors: PulledLane) -> None:  # type: ignore[override]
         return

@@ -173,7 +173,7 @@ def test_a_rank_that_compiles_for_longer_than_the_timeout_is_waited_for(mode: st
 
 @pytest.mark.skipif(not HAS_NUMBA, reason="numba compiles kernels for the CPU")
 def test_the_clock_of_a_wait_starts_when_its_own_kernel_is_compiled() -> None:
-    from thinwire.comm import shared
+    from thinwire.fused import pulled
 
     calls: list[object] = []
 
@@ -181,11 +181,11 @@ def test_the_clock_of_a_wait_starts_when_its_own_kernel_is_compiled() -> None:
         calls.append(None)
         if len(calls) == 1:
             time.sleep(0.5)  # as if it were compiled
-        return shared.lines.LATE if len(calls) < 4 else shared.lines.ARRIVED
+        return pulled.lines.LATE if len(calls) < 4 else pulled.lines.ARRIVED
 
-    board = object.__new__(shared.Board)
+    board = object.__new__(pulled.Board)
     board.address, board.looks, board.late = 0, 1, np.zeros(2, np.int64)
-    with mock.patch.object(shared.lines, "wait_kernel", kernel):
+    with mock.patch.object(pulled.lines, "wait_kernel", kernel):
         assert not board.look(0, 0, 0.4)
         assert board.wait(0, 0, 0.4, lambda peers: [], lambda: False)
 

@@ -45,12 +45,62 @@ DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 DTYPE_BITS = 2  # of a dispatch line's word; above them is the tag, which ranks must agree on, too
 
 
-def _aligned(offset: int) -> int:
+#: Shape, dtype and first value of tensors, by their names.
+Tensors = dict[str, tuple[tuple[int, ...], torch.dtype, int]]
+
+
+def aligned(offset: int) -> int:
+    """The next offset at which a part of a lane's memory may begin."""
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
+def filled(tensors: Tensors, device: torch.device | str) -> dict[str, torch.Tensor]:
+    """Allocates tensors and fills them with their first value."""
+    return {
+        name: torch.full(shape, value, dtype=dtype, device=device) for name, (shape, dtype, value) in tensors.items()
+    }
+
+
+def bytes_of(tensors: Tensors) -> int:
+    """What `filled` allocates."""
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype, _ in tensors.values())
+
+
+class ExpertRows:
+    """Which experts a rank owns, and what routing writes there: the same of every layout of a lane."""
+
+    WORLD: int
+    NUM_EXPERTS: int
+    TOP_K: int
+    MAX_TOKENS: int
+
+    def first_expert(self, rank: int) -> int:
+        """The first expert of a rank; the first `NUM_EXPERTS % WORLD` ranks own one more than the others."""
+        return rank * (self.NUM_EXPERTS // self.WORLD) + min(rank, self.NUM_EXPERTS % self.WORLD)
+
+    def local_experts(self, rank: int) -> int:
+        """How many experts a rank owns."""
+        return self.first_expert(rank + 1) - self.first_expert(rank)
+
+    def num_rows(self, rank: int, align: int) -> int:
+        """The most rows that a rank's experts can be given, padding included."""
+        local = self.local_experts(rank)
+        return self.WORLD * self.MAX_TOKENS * min(self.TOP_K, local) + local * (align - 1)
+
+    def routed(self, rank: int, align: int) -> Tensors:
+        """What routing writes at a rank."""
+        local, slots = self.local_experts(rank), self.WORLD * self.MAX_TOKENS
+        return {
+            "index": ((self.num_rows(rank, align),), torch.int64, -1),
+            "expert_counts": ((local,), torch.int64, 0),
+            "expert_offsets": ((local + 1,), torch.int64, 0),
+            "positions": ((slots, self.TOP_K), torch.int64, -1),
+            "weights": ((slots, self.TOP_K), torch.float32, 0),
+        }
+
+
 @dataclass(frozen=True)
-class RoundLayout(SignalLayout):
+class RoundLayout(ExpertRows, SignalLayout):
     """Sizes and byte offsets of one lane's symmetric buffer; kernels get it whole, as one compile-time constant.
 
     The slot of a record at its receiver is its token's index at the sender: [world][max_tokens] records. A sum comes
@@ -125,11 +175,11 @@ class RoundLayout(SignalLayout):
         plane = world * max_tokens * top_k * 4
         stuck = 0
         signals = stuck + world * SIGNAL_LINE_BYTES
-        ids = _aligned(signals + 2 * world * SIGNAL_LINE_BYTES)
-        weights = _aligned(ids + plane)
-        records = _aligned(weights + plane)
-        sums = _aligned(records + world * max_tokens * record_bytes)
-        grads = _aligned(sums + max_tokens * slots * sum_bytes)
+        ids = aligned(signals + 2 * world * SIGNAL_LINE_BYTES)
+        weights = aligned(ids + plane)
+        records = aligned(weights + plane)
+        sums = aligned(records + world * max_tokens * record_bytes)
+        grads = aligned(sums + max_tokens * slots * sum_bytes)
         return cls(
             WORLD=world,
             NUM_EXPERTS=num_experts,
@@ -146,7 +196,7 @@ class RoundLayout(SignalLayout):
             WEIGHTS=weights,
             RECORDS=records,
             SUMS=sums,
-            NUM_BYTES=_aligned(grads + max_tokens * top_k * 4) if weight_grads else grads,
+            NUM_BYTES=aligned(grads + max_tokens * top_k * 4) if weight_grads else grads,
             INVARIANT=invariant,
             WEIGHT_GRADS=grads if weight_grads else 0,
         )
@@ -164,21 +214,12 @@ class RoundLayout(SignalLayout):
 
     @property
     def MESSAGE_RECORDS(self) -> int:
-        return _aligned(self.MESSAGE_WEIGHTS + self.MAX_TOKENS * self.TOP_K * 4)
+        return aligned(self.MESSAGE_WEIGHTS + self.MAX_TOKENS * self.TOP_K * 4)
 
     @property
     def chunk(self) -> int:
         """Tokens, of one source, that one program routes: so many that few tokens still have many programs."""
         return 16 if self.WORLD * self.MAX_TOKENS <= 4096 else 64
-
-    def first_expert(self, rank: int) -> int:
-        """The first expert of a rank; the first `NUM_EXPERTS % WORLD` ranks own one more than the others."""
-        return rank * (self.NUM_EXPERTS // self.WORLD) + min(rank, self.NUM_EXPERTS % self.WORLD)
-
-    def num_rows(self, rank: int, align: int) -> int:
-        """The most rows that a rank's experts can be given, padding included."""
-        local = self.first_expert(rank + 1) - self.first_expert(rank)
-        return self.WORLD * self.MAX_TOKENS * min(self.TOP_K, local) + local * (align - 1)
 
 
 @dataclass(frozen=True)
@@ -225,10 +266,7 @@ class Lane(End):
     ) -> Lane:
         """A lane over a symmetric buffer; all else is allocated here, on the buffer's device."""
         device = buffer.device
-        beside: dict[str, Any] = {
-            name: torch.full(shape, value, dtype=dtype, device=device)
-            for name, (shape, dtype, value) in cls._tensors_beside(layout, rank, align).items()
-        }
+        beside: dict[str, Any] = filled(cls._tensors_beside(layout, rank, align), device)
         return cls(
             layout=layout,
             wire=wire,
@@ -262,20 +300,10 @@ class Lane(End):
         }
 
     @classmethod
-    def _tensors_beside(
-        cls, layout: RoundLayout, rank: int, align: int
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype, int]]:
-        """Shape, dtype and first value of what is allocated on the buffer's device."""
-        local = layout.first_expert(rank + 1) - layout.first_expert(rank)
-        slots = layout.WORLD * layout.MAX_TOKENS
-        return {
-            "index": ((layout.num_rows(rank, align),), torch.int64, -1),
-            "expert_counts": ((local,), torch.int64, 0),
-            "expert_offsets": ((local + 1,), torch.int64, 0),
-            "positions": ((slots, layout.TOP_K), torch.int64, -1),
-            "weights": ((slots, layout.TOP_K), torch.float32, 0),
-            "scratch": ((layout.WORLD * -(-layout.MAX_TOKENS // layout.chunk), local), torch.int32, 0),
-        }
+    def _tensors_beside(cls, layout: RoundLayout, rank: int, align: int) -> Tensors:
+        """What is allocated on the buffer's device."""
+        chunks = layout.WORLD * -(-layout.MAX_TOKENS // layout.chunk)
+        return layout.routed(rank, align) | {"scratch": ((chunks, layout.local_experts(rank)), torch.int32, 0)}
 
     @classmethod
     def bytes_beside(cls, layout: RoundLayout, rank: int, align: int) -> int:
@@ -288,10 +316,9 @@ class Lane(End):
         >>> Lane.bytes_beside(layout, rank=0, align=1)
         172808
         """
-        tensors = cls._tensors_beside(layout, rank, align).values()
         given = (CONTROL_WORDS + report_words(layout.WORLD)) * torch.int32.itemsize
         given += layout.WORLD * torch.int64.itemsize
-        return given + sum(math.prod(shape) * dtype.itemsize for shape, dtype, _ in tensors)
+        return given + bytes_of(cls._tensors_beside(layout, rank, align))
 
     @property
     def records(self) -> torch.Tensor:

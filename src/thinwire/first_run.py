@@ -13,7 +13,7 @@ a thread that runs while another one compiles, on any host; ranks that are threa
   place before the time is up, so these are told when it is, as if nobody were asked. Only while some rank compiles may
   they be told later, by as long as that takes.
 - A process still says so for `_LINGER_SECONDS` after a kernel: it may come to the next one just then.
-- A wait's own kernel is compiled before its clock starts (`thinwire.comm.shared.Board.look`).
+- A wait's own kernel is compiled before its clock starts (`thinwire.fused.pulled.Board.look`).
 """
 
 from __future__ import annotations

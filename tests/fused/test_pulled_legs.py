@@ -18,9 +18,9 @@ import torch
 import thinwire as tw
 from tests.helpers.speeds import exhaustive_but
 from tests.helpers.wires import DTYPES, WIRES, assert_same_bits
-from thinwire.comm import shared
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import CapacityError, ConfigMismatch, CountsError, PeerTimeout
+from thinwire.fused import pulled
 from thinwire.fused.codec import dequantize, quantize
 from thinwire.fused.pulled_legs import NAME, PulledLegs, memory_bytes, open_legs, piece_bytes
 from thinwire.testing import run_ranks
@@ -264,7 +264,7 @@ def sleepers(comm: Communicator, rounds: int) -> float:
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_no_wake_up_is_lost(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if mode == "thread":
-        monkeypatch.setattr(shared, "SLICE_SECONDS", 25.0)  # of a sleep that nobody ends
+        monkeypatch.setattr(pulled, "SLICE_SECONDS", 25.0)  # of a sleep that nobody ends
     assert max(run_ranks(sleepers, 4, 400, mode=mode, timeout=120)) < 10
 
 

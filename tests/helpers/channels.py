@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from thinwire.fused.channel import Channel, RecvBuffer, Transfer
+from thinwire.fused.channel import RecvBuffer, Transfer
 from thinwire.fused.counts import Segments
+from thinwire.fused.device_channel import DeviceChannel
 from thinwire.wire import WireFormat
 
 
 def send_rows(
-    channel: Channel,
+    channel: DeviceChannel,
     x: torch.Tensor,
     tail: torch.Size,
     sends: Segments,
@@ -24,7 +25,7 @@ def send_rows(
     *,
     wait: bool,
 ) -> Transfer:
-    """Begins a call, as `Channel.begin` does for rows of shape `tail`; with `wait` it is over on return."""
+    """Begins a call, as `DeviceChannel.begin` does for rows of shape `tail`; with `wait` it is over on return."""
     call: Any = SimpleNamespace(tail=tail, sends=sends, receives=None, wire=wire, route=None)
     comm: Any = SimpleNamespace(num_programs=None)
     end: Any = channel.begin(comm, call, x, recv_buffer, place, wait)

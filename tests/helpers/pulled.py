@@ -41,7 +41,7 @@ def make_lanes(
     `kept["memory"]` of each is all of a rank's, its board before the lane.
     """
     first, second = WireFormat.parse(wire), WireFormat.parse(combine_wire or wire)
-    layout = PulledLayout.of(
+    layout = PulledLayout(
         world=world, num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens=max_tokens, wire=first,
         combine_wire=second, dtype=dtype, weight_grads=weight_grads, invariant=invariant,
     )  # fmt: skip
@@ -52,7 +52,7 @@ def make_lanes(
     lanes = []
     for rank, memory in enumerate(memories):
         words = board_words(heaps.data_ptr(), world, rank, 1)
-        lane = PulledLane.of(
+        lane = PulledLane(
             layout, first, second, rank, align, words.ctypes.data, 0, memory[board:], heaps + board, heaps + board,
             torch.arange(world),
         )  # fmt: skip

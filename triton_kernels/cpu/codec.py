@@ -17,17 +17,6 @@ import torch
 
 from thinwire.errors import WireFormatError
 from thinwire.triton_kernels.cpu.compat import device
-from thinwire.triton_kernels.cpu.ir.blocks import widen_groups
-from thinwire.triton_kernels.cpu.ir.intrinsics import (
-    bits_to_float32,
-    copy_bytes,
-    load_float32,
-    load_int32,
-    log2,
-    stack_buffer,
-    store_int32,
-    zero_bytes,
-)
 from thinwire.triton_kernels.cpu.ir.loops import (
     amax_groups,
     decode_groups,
@@ -36,6 +25,17 @@ from thinwire.triton_kernels.cpu.ir.loops import (
     read_scales,
     round_columns,
     scale_groups,
+    widen_groups,
+)
+from thinwire.triton_kernels.cpu.ir.memory import (
+    bits_to_float32,
+    copy_bytes,
+    load_float32,
+    load_int32,
+    log2,
+    stack_buffer,
+    store_int32,
+    zero_bytes,
 )
 from thinwire.triton_kernels.cpu.ir.vectors import BFLOAT16, BITS, FLOAT16, FLOAT32, LOW_BITS, NONE, ROTATED
 from thinwire.wire import BLOCK, FORMATS, WireFormat

@@ -40,7 +40,7 @@ FINGERPRINT = _hash_sources()
 if HAS_NUMBA:
     with first_run.working("loading numba"):
         from llvmlite import binding, ir
-        from numba import carray, njit, types
+        from numba import njit, types
         from numba.core import cgutils
         from numba.core.caching import FunctionCache, NullCache
         from numba.core.compiler_lock import global_compiler_lock
@@ -138,7 +138,7 @@ if HAS_NUMBA:
         return "+f16c" in features if triple.startswith(("x86_64", "i686")) else triple.startswith(("aarch64", "arm64"))
 
     def rounds_pairs_to_bfloat16() -> bool:
-        """Whether it rounds two vectors of float32 to one of bfloat16, in LLVM by a name that `ir/avx512.py` knows."""
+        """Whether it rounds two vectors of float32 to one of bfloat16, in LLVM by a name that `ir/vectors.py` knows."""
         return "+avx512bf16" in _target()[1] and binding.llvm_version_info[0] >= _LLVM_WITH_BFLOAT16
 
     def gathers_bytes() -> bool:
@@ -163,11 +163,11 @@ else:
     kernel = device
 
     def intrinsic(function: Any = None, **options: object) -> Any:
-        """As `device`; also takes the options of the real one."""
+        """Stands in for numba's, with its options."""
         return device if function is None else device(function)
 
     def emits(result: str, **others: str) -> Callable[[Any], Any]:
-        """As `device`."""
+        """Makes a function that says what is missing."""
         return device
 
     def converts_halves() -> bool:
@@ -175,4 +175,4 @@ else:
         return False
 
     rounds_pairs_to_bfloat16 = gathers_bytes = converts_halves
-    carray = ir = types = cgutils = BFloat16 = None
+    ir = types = cgutils = BFloat16 = None

@@ -14,9 +14,7 @@ Kernels take the address of a lane's *numbers*: sizes, offsets and addresses, th
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,47 +22,38 @@ import torch
 from thinwire.errors import WireFormatError
 from thinwire.triton_kernels.cpu.codec import LAYOUT_FIELDS, dtype_code, record_layout
 from thinwire.triton_kernels.cpu.compat import device
-from thinwire.triton_kernels.cpu.ir.fields import in_memory, reader_of
-from thinwire.triton_kernels.cpu.ir.intrinsics import load_int32, load_int64, store_int64, zero_bytes
+from thinwire.triton_kernels.cpu.ir.memory import load_int32, load_int64, reader_of, store_int64
 from thinwire.triton_kernels.cpu.sums import scratch_bytes
+from thinwire.triton_kernels.round_layout import ExpertRows, Tensors, aligned, bytes_of, filled
 from thinwire.triton_kernels.signal import MAX_WORLD
 from thinwire.wire import WireFormat
 
-_ALIGNMENT = 128
 #: Bytes of an array of ranks, as int64.
 RANKS_BYTES = 8 * MAX_WORLD
 #: What a rank says of a round in its line behind a dispatch: a dtype and a tag, or this less the reason of a refusal.
 REFUSED = -1
 
 
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+class PulledLayout(ExpertRows):
+    """Sizes and byte offsets of one lane's memory, the same on every rank, before anything is allocated.
 
+    Args:
+        dtype: the tokens'; None leaves room for float32. Only used for the wire format `none`.
+        sum_dtype: of sums; None means `dtype`.
+        weight_grads: whether gradients of router weights come home with the sums.
+        invariant: whether a sum is one expert's row, on lanes without `weight_grads`.
+        served: the most sources that a rank of the group serves.
 
-@dataclass(frozen=True)
-class PulledLayout:
-    """Sizes and byte offsets of one lane's memory, the same on every rank."""
+    >>> wire = WireFormat.parse("int8")
+    >>> layout = PulledLayout(
+    ...     world=8, num_experts=256, top_k=8, hidden=7168, max_tokens=128, wire=wire, combine_wire=wire
+    ... )
+    >>> layout.RECORD_BYTES, layout.NUM_BYTES
+    (7296, 8413312)
+    """
 
-    WORLD: int
-    NUM_EXPERTS: int
-    TOP_K: int
-    HIDDEN: int
-    MAX_TOKENS: int
-    EACH: int  # sums that a rank can have for a token
-    RECORD_BYTES: int  # from one dispatched record to the next
-    SUM_BYTES: int  # from one sum to the next
-    IDS: int  # from the beginning of a part: int32 [max_tokens][top_k]
-    WEIGHTS: int  # float32, the same shape
-    RECORDS: int
-    PART_BYTES: int
-    SUMS: int  # [world][max_tokens][EACH]
-    NUM_BYTES: int
-    INVARIANT: bool = False
-    WEIGHT_GRADS: int = 0  # float32 [world][max_tokens][top_k], or 0: none travel
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         *,
         world: int,
         num_experts: int,
@@ -78,51 +67,23 @@ class PulledLayout:
         weight_grads: bool = False,
         invariant: bool = False,
         served: int = 1,
-    ) -> PulledLayout:
-        """The layout, before anything is allocated.
-
-        Args:
-            dtype: the tokens'; None leaves room for float32. Only used for the wire format `none`.
-            sum_dtype: of sums; None means `dtype`.
-            weight_grads: whether gradients of router weights come home with the sums.
-            invariant: whether a sum is one expert's row, on lanes without `weight_grads`.
-            served: the most sources that a rank of the group serves.
-
-        >>> wire = WireFormat.parse("int8")
-        >>> layout = PulledLayout.of(
-        ...     world=8, num_experts=256, top_k=8, hidden=7168, max_tokens=128, wire=wire, combine_wire=wire
-        ... )
-        >>> layout.RECORD_BYTES, layout.NUM_BYTES
-        (7296, 8413312)
-        """
-        each = min(top_k, -(-num_experts // world)) if invariant else 1
-        record_bytes = wire.row_bytes(hidden, dtype or torch.float32)
-        sum_bytes = combine_wire.row_bytes(hidden, sum_dtype or dtype or torch.float32)
+    ) -> None:
+        self.WORLD, self.NUM_EXPERTS, self.TOP_K, self.HIDDEN = world, num_experts, top_k, hidden
+        self.MAX_TOKENS, self.INVARIANT = max_tokens, invariant
+        self.EACH = min(top_k, -(-num_experts // world)) if invariant else 1  # sums that a rank can have for a token
+        self.RECORD_BYTES = wire.row_bytes(hidden, dtype or torch.float32)  # from one dispatched record to the next
+        self.SUM_BYTES = combine_wire.row_bytes(hidden, sum_dtype or dtype or torch.float32)
         plane = max_tokens * top_k * 4
-        ids = _ALIGNMENT
-        weights = _aligned(ids + plane)
-        records = _aligned(weights + plane)
-        part = _aligned(records + max_tokens * record_bytes)
-        sums = served * part
-        grads = _aligned(sums + world * max_tokens * each * sum_bytes)
-        return cls(
-            WORLD=world, NUM_EXPERTS=num_experts, TOP_K=top_k, HIDDEN=hidden, MAX_TOKENS=max_tokens, EACH=each,
-            RECORD_BYTES=record_bytes, SUM_BYTES=sum_bytes, IDS=ids, WEIGHTS=weights, RECORDS=records, PART_BYTES=part,
-            SUMS=sums, NUM_BYTES=_aligned(grads + world * plane) if weight_grads else grads, INVARIANT=invariant,
-            WEIGHT_GRADS=grads if weight_grads else 0,
-        )  # fmt: skip
-
-    def first_expert(self, rank: int) -> int:
-        """The first expert of a rank; the first `NUM_EXPERTS % WORLD` ranks own one more than the others."""
-        return rank * (self.NUM_EXPERTS // self.WORLD) + min(rank, self.NUM_EXPERTS % self.WORLD)
-
-    def num_rows(self, rank: int, align: int) -> int:
-        """The most rows that a rank's experts can be given, padding included."""
-        local = self.first_expert(rank + 1) - self.first_expert(rank)
-        return self.WORLD * self.MAX_TOKENS * min(self.TOP_K, local) + local * (align - 1)
+        self.IDS = aligned(8)  # from the beginning of a part: int32 [max_tokens][top_k]
+        self.WEIGHTS = aligned(self.IDS + plane)  # float32, the same shape
+        self.RECORDS = aligned(self.WEIGHTS + plane)
+        self.PART_BYTES = aligned(self.RECORDS + max_tokens * self.RECORD_BYTES)
+        self.SUMS = served * self.PART_BYTES  # [world][max_tokens][EACH]
+        end = aligned(self.SUMS + world * max_tokens * self.EACH * self.SUM_BYTES)
+        self.WEIGHT_GRADS = end if weight_grads else 0  # float32 [world][max_tokens][top_k], or 0: none travel
+        self.NUM_BYTES = aligned(end + world * plane) if weight_grads else end
 
 
-@dataclass(frozen=True)
 class PulledLane:
     """One rank's end of a lane.
 
@@ -148,18 +109,6 @@ class PulledLane:
         kept: numbers, by dtype.
     """
 
-    layout: PulledLayout
-    wire: WireFormat
-    combine_wire: WireFormat
-    rank: int
-    align: int
-    board: int
-    channel: int
-    memory: torch.Tensor
-    lane_ptrs: torch.Tensor
-    part_ptrs: torch.Tensor
-    peers: torch.Tensor
-    sum_dtype: torch.dtype | None
     index: torch.Tensor
     expert_counts: torch.Tensor
     expert_offsets: torch.Tensor
@@ -169,11 +118,9 @@ class PulledLane:
     said: torch.Tensor
     filled: torch.Tensor
     scratch: torch.Tensor
-    kept: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         layout: PulledLayout,
         wire: WireFormat,
         combine_wire: WireFormat,
@@ -186,31 +133,19 @@ class PulledLane:
         part_ptrs: torch.Tensor,
         peers: torch.Tensor,
         sum_dtype: torch.dtype | None = None,
-    ) -> PulledLane:
-        """A lane over the ranks' memory; all else is allocated here."""
-        beside: dict[str, Any] = {
-            name: torch.full(shape, value, dtype=dtype, device="cpu")
-            for name, (shape, dtype, value) in cls._tensors_beside(layout, rank, align).items()
-        }
-        return cls(
-            layout, wire, combine_wire, rank, align, board, channel, memory, lane_ptrs, part_ptrs, peers, sum_dtype,
-            **beside,
-        )  # fmt: skip
+    ) -> None:
+        self.layout, self.wire, self.combine_wire, self.sum_dtype = layout, wire, combine_wire, sum_dtype
+        self.rank, self.align, self.board, self.channel = rank, align, board, channel
+        self.memory, self.lane_ptrs, self.part_ptrs, self.peers = memory, lane_ptrs, part_ptrs, peers
+        self.kept: dict[object, Any] = {}
+        for name, tensor in filled(self._tensors_beside(layout, rank, align), "cpu").items():
+            setattr(self, name, tensor)
 
-    @classmethod
-    def _tensors_beside(
-        cls, layout: PulledLayout, rank: int, align: int
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype, int]]:
-        """Shape, dtype and first value of what is allocated beside the ranks' memory."""
-        local = layout.first_expert(rank + 1) - layout.first_expert(rank)
-        slots = layout.WORLD * layout.MAX_TOKENS
+    @staticmethod
+    def _tensors_beside(layout: PulledLayout, rank: int, align: int) -> Tensors:
+        """Names what is allocated beside the ranks' memory."""
         scratch = 8 * layout.TOP_K + scratch_bytes(layout.HIDDEN, layout.TOP_K, encoded=True)
-        return {
-            "index": ((layout.num_rows(rank, align),), torch.int64, -1),
-            "expert_counts": ((local,), torch.int64, 0),
-            "expert_offsets": ((local + 1,), torch.int64, 0),
-            "positions": ((slots, layout.TOP_K), torch.int64, -1),
-            "weights": ((slots, layout.TOP_K), torch.float32, 0),
+        return layout.routed(rank, align) | {
             "counts": ((layout.WORLD,), torch.int64, 0),
             "said": ((layout.WORLD,), torch.int64, 0),
             "filled": ((2,), torch.int64, 0),
@@ -219,11 +154,8 @@ class PulledLane:
 
     @classmethod
     def bytes_beside(cls, layout: PulledLayout, rank: int, align: int) -> int:
-        """What `of` allocates, and the addresses and numbers of all ranks that it is given, on one host."""
-        tensors = cls._tensors_beside(layout, rank, align).values()
-        return 3 * layout.WORLD * torch.int64.itemsize + sum(
-            math.prod(shape) * dtype.itemsize for shape, dtype, _ in tensors
-        )
+        """Counts what a lane allocates, and the addresses and numbers of all ranks that it is given, on one host."""
+        return 3 * layout.WORLD * torch.int64.itemsize + bytes_of(cls._tensors_beside(layout, rank, align))
 
     def part(self, served: int = 0) -> dict[str, torch.Tensor]:
         """Views of a part in this rank's memory: `ids`, `weights` and `records` by token, and `tokens`, int64 []."""
@@ -264,44 +196,37 @@ numbers_at = reader_of(
 )  # fmt: skip
 
 
-class Numbers(NamedTuple):
-    """A lane's numbers, and the address of their memory."""
-
-    words: np.ndarray
-    address: int
-
-
 def numbers_of(lane: PulledLane, dtype: torch.dtype) -> int:
     """The address of the numbers of a lane whose tokens have a dtype.
 
     Raises:
         WireFormatError: a dtype that cannot travel, or whose records are larger than the lane's.
     """
-    numbers: Numbers | None = lane.kept.get(dtype)
+    numbers: tuple[np.ndarray, int] | None = lane.kept.get(dtype)
     if numbers is None:
-        numbers = lane.kept[dtype] = _numbers(lane, dtype)
-    return numbers.address
+        words = _numbers(lane, dtype)
+        numbers = lane.kept[dtype] = words, words.ctypes.data
+    return numbers[1]
 
 
-def _numbers(lane: PulledLane, dtype: torch.dtype) -> Numbers:
+def _numbers(lane: PulledLane, dtype: torch.dtype) -> np.ndarray:
     layout, rank, sum_dtype = lane.layout, lane.rank, lane.sum_dtype or dtype
-    record, total = (
-        record_layout(wire, layout.HIDDEN, of) for wire, of in ((lane.wire, dtype), (lane.combine_wire, sum_dtype))
-    )
+    record = record_layout(lane.wire, layout.HIDDEN, dtype)
+    total = record_layout(lane.combine_wire, layout.HIDDEN, sum_dtype)
     if record[-1] > layout.RECORD_BYTES or total[-1] > layout.SUM_BYTES:
         raise WireFormatError(
             f"a row of {layout.HIDDEN} elements of {dtype} takes {record[-1]} bytes on the way out and {total[-1]} on "
             f"the way home, and this lane was laid out for {layout.RECORD_BYTES} and {layout.SUM_BYTES}"
         )
-    words = in_memory(
+    numbers = (
         *(getattr(layout, name.upper()) for name in _OF_LAYOUT),
         *(getattr(lane, name).data_ptr() for name in (*_TENSORS, "weights")),
         lane.peers.numel(), lane.board, lane.channel, rank, lane.align,
         layout.NUM_EXPERTS // layout.WORLD, layout.NUM_EXPERTS % layout.WORLD,
-        layout.first_expert(rank), layout.first_expert(rank + 1) - layout.first_expert(rank),
+        layout.first_expert(rank), layout.local_experts(rank),
         layout.num_rows(rank, lane.align), dtype_code(dtype), dtype_code(sum_dtype), *record, *total,
     )  # fmt: skip
-    return Numbers(*words)
+    return np.array(numbers, np.int64)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -310,13 +235,13 @@ def _numbers(lane: PulledLane, dtype: torch.dtype) -> Numbers:
 
 @device
 def record_layout_of(lane):
-    """What the codec's row functions must know of a dispatched record: a `Layout`."""
+    """Gives the codec's `Layout` of a dispatched record."""
     return lane[-12:-6]
 
 
 @device
 def sum_layout_of(lane):
-    """The same of a sum."""
+    """Gives the codec's `Layout` of a sum."""
     return lane[-6:]
 
 
@@ -332,37 +257,23 @@ def owner_of(expert, lane):
 
 
 @device
-def destinations(ids, lane, ranks):
-    """Writes the ranks that own a token's experts, ascending, each once, and returns how many: at most `top_k`.
-
-    `ids` is the address of the token's int32 ids, any numbers, and `ranks` of `RANKS_BYTES` for int64.
-    """
-    zero_bytes(ranks, 8 * lane.world)
-    for k in range(lane.top_k):
-        owner = owner_of(load_int32(ids + 4 * k), lane)
-        if owner >= 0:
-            store_int64(ranks + 8 * owner, 1)
-    count = 0
-    for rank in range(lane.world):
-        if load_int64(ranks + 8 * rank) != 0:
-            store_int64(ranks + 8 * count, rank)
-            count += 1
-    return count
-
-
-@device
 def senders(ids, lane, ranks):
-    """As `destinations`: the rank that each of a token's sums comes from. With `invariant`, one for each expert."""
-    if not lane.invariant:
-        return destinations(ids, lane, ranks)
+    """Writes the rank that each of a token's sums comes from, ascending, and returns how many there are.
+
+    There is one of each rank that owns one of its experts; with `invariant`, one for each expert. `ids` is the address
+    of the token's int32 ids, any numbers, and `ranks` of `RANKS_BYTES` for int64.
+    """
     count = 0
     for k in range(lane.top_k):
         owner = owner_of(load_int32(ids + 4 * k), lane)
-        if owner >= 0:
-            place = count
-            while place > 0 and load_int64(ranks + 8 * (place - 1)) > owner:
-                store_int64(ranks + 8 * place, load_int64(ranks + 8 * (place - 1)))
-                place -= 1
-            store_int64(ranks + 8 * place, owner)
-            count += 1
+        place = count
+        while place > 0 and load_int64(ranks + 8 * (place - 1)) > owner:
+            place -= 1
+        known = place > 0 and load_int64(ranks + 8 * (place - 1)) == owner
+        if owner < 0 or (known and not lane.invariant):
+            continue
+        for later in range(count, place, -1):
+            store_int64(ranks + 8 * later, load_int64(ranks + 8 * (later - 1)))
+        store_int64(ranks + 8 * place, owner)
+        count += 1
     return count

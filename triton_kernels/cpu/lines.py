@@ -11,17 +11,8 @@ Every rank has a *board* at the beginning of its shared memory, which its peers 
 A rank writes its records into its own memory and puts a line at each peer: where they are. Peers read them there and
 take the line. On a channel, lines of a pair come in order; a flag is the line's number.
 
-*Order.* A flag is stored with release after the numbers and the records that it names, and is read with acquire. A
-number in `taken` is stored with release after the reader's last load. Whoever wants to overwrite what a line named
-waits for that number first.
-
-*Sleep.* A rank that waits looks for some microseconds, gives way between looks for some more, then sets `asleep` to the
-number of peers that are late and `awaited` for each, and looks again. A peer that has put a line or taken one looks at
-its `awaited`, exchanges it for 0
-and counts `asleep` down; who counts it to 0 wakes the rank. A full fence lies between the store and the look on either
-side, so at least one of the two sees the other. The kernel compares `asleep` before the rank sleeps, so a count in
-between is not lost. A count that was meant for an earlier sleep can only end a sleep too early, after which the rank
-looks once more. Sleep ends after `sleep_ns` in any case, and with any signal.
+`docs/protocol.md`, "Pulling", says how flags and numbers are ordered, and why no rank sleeps while its last line is
+there. A sleep ends after `sleep_ns` in any case, and with any signal.
 """
 
 from __future__ import annotations
@@ -29,19 +20,21 @@ from __future__ import annotations
 import numpy as np
 
 from thinwire.triton_kernels.cpu.compat import device, kernel
-from thinwire.triton_kernels.cpu.ir.atomics import (
+from thinwire.triton_kernels.cpu.ir.memory import (
     add,
     exchange,
     finish_stores,
     load_acquire,
+    load_int64,
     monotonic_ns,
     sleep_on,
+    store_int32,
+    store_int64,
     store_release,
+    struct_of,
     wake_sleeper,
     yield_processor,
 )
-from thinwire.triton_kernels.cpu.ir.fields import struct_of
-from thinwire.triton_kernels.cpu.ir.intrinsics import load_int64, store_int32, store_int64
 
 LINE_BYTES = 64
 #: Lines of a pair on a channel, which may be there at the same time.
@@ -74,7 +67,7 @@ def first_line(world: int, channels: int, channel: int) -> int:
 
 
 def board_words(heaps: int, world: int, rank: int, channels: int) -> np.ndarray:
-    """What kernels take the address of: int64. `heaps` is the address of all boards' addresses."""
+    """Makes the int64 words that kernels take the address of. `heaps` is the address of all boards' addresses."""
     return np.array([heaps, world, rank, channels, *[0] * (world * (1 + 2 * channels))], np.int64)
 
 

@@ -16,7 +16,7 @@ import torch
 from thinwire.log import LOGGER
 from thinwire.triton_kernels.cpu.codec import Layout, dequantize_row, dtype_code, quantize_row, record_layout
 from thinwire.triton_kernels.cpu.compat import kernel
-from thinwire.triton_kernels.cpu.ir.intrinsics import load_int64
+from thinwire.triton_kernels.cpu.ir.memory import load_int64
 from thinwire.triton_kernels.pack import item_count
 from thinwire.wire import WireFormat
 
@@ -60,7 +60,7 @@ def share_rows(threads: int, count: int, run: Callable[[int, int], object]) -> N
     has no more of them, this thread does their parts, and the log says so once. `run` holds the tensors that it works
     on, as an exception may end this call before the others do.
     """
-    if sys.is_finalizing():  # a thread that is started now would never run
+    if threads == 1 or sys.is_finalizing():  # a thread that is started now would never run
         run(0, count)
         return
     others: list[threading.Thread] = []
@@ -87,14 +87,13 @@ def _warn(message: str) -> None:
 
 @lru_cache(maxsize=1024)
 def _form(wire: WireFormat, hidden: int, dtype: torch.dtype) -> tuple[int, int, Layout]:
-    """Of such rows: bytes of an element, what kernels call the dtype, and their records' layout."""
+    """Gives the bytes of an element of such rows, what kernels call the dtype, and their records' layout."""
     return dtype.itemsize, dtype_code(dtype), record_layout(wire, hidden, dtype)
 
 
-def _in_a_row(index: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
-    """An index without gaps, which the caller holds on to while a kernel reads it, and its address: 0 for None."""
-    index = None if index is None else index.contiguous()
-    return index, 0 if index is None else index.data_ptr()
+def _place_in(index: torch.Tensor | None, first: int) -> int:
+    """The address of an index from its number `first` on; 0 for None."""
+    return 0 if index is None else index.data_ptr() + 8 * first
 
 
 def pack_rows(
@@ -106,19 +105,20 @@ def pack_rows(
     WireFormatError for another dtype, TransportUnavailable without numba.
     """
     count, hidden = records.shape[0], x.shape[1]
-    if threads > 1 and (threads := threads_for(count, hidden * x.itemsize, threads)) > 1:
-
-        def pack(first: int, stop: int) -> None:
-            index, rows = (None, x[first:stop]) if row_index is None else (row_index[first:stop], x)
-            pack_rows(rows, wire, index, records[first:stop])
-
-        return share_rows(threads, count, pack)
     if count == 0:
-        return None
-    row_index, rows = _in_a_row(row_index)
+        return
     size, code, layout = _form(wire, hidden, x.dtype)
-    pack_kernel(x.data_ptr(), x.stride(0) * size, code, rows, records.data_ptr(), records.stride(0), count, layout)
-    return None
+    x_stride, stride, index = (
+        x.stride(0) * size,
+        records.stride(0),
+        None if row_index is None else row_index.contiguous(),
+    )
+
+    def pack(first: int, stop: int) -> None:
+        rows, target = x.data_ptr() + (first * x_stride if index is None else 0), records.data_ptr() + first * stride
+        pack_kernel(rows, x_stride, code, _place_in(index, first), target, stride, stop - first, layout)
+
+    share_rows(threads_for(count, hidden * size, threads), count, pack)
 
 
 def unpack_rows(
@@ -135,21 +135,16 @@ def unpack_rows(
     WireFormatError for another dtype, TransportUnavailable without numba.
     """
     count, hidden = item_count(records, record_index, row_index), out.shape[1]
-    if threads > 1 and (threads := threads_for(count, hidden * out.itemsize, threads)) > 1:
-
-        def unpack(first: int, stop: int) -> None:
-            chosen, source = (
-                (None, records[first:stop]) if record_index is None else (record_index[first:stop], records)
-            )
-            index, target = (None, out[first:stop]) if row_index is None else (row_index[first:stop], out)
-            unpack_rows(source, wire, chosen, index, target)
-
-        return share_rows(threads, count, unpack)
     if count == 0:
-        return None
-    record_index, chosen = _in_a_row(record_index)
-    row_index, rows = _in_a_row(row_index)
+        return
     size, code, layout = _form(wire, hidden, out.dtype)
-    target = out.data_ptr(), out.stride(0) * size
-    unpack_kernel(records.data_ptr(), records.stride(0), chosen, *target, code, rows, count, layout)
-    return None
+    stride, out_stride = records.stride(0), out.stride(0) * size
+    chosen, index = (None if each is None else each.contiguous() for each in (record_index, row_index))
+
+    def unpack(first: int, stop: int) -> None:
+        source = records.data_ptr() + (first * stride if chosen is None else 0)
+        rows = out.data_ptr() + (first * out_stride if index is None else 0)
+        places = _place_in(chosen, first), _place_in(index, first)
+        unpack_kernel(source, stride, places[0], rows, out_stride, code, places[1], stop - first, layout)
+
+    share_rows(threads_for(count, hidden * size, threads), count, unpack)

@@ -14,9 +14,15 @@ import numpy as np
 
 from thinwire.triton_kernels.cpu.codec import LAYOUT_FIELDS, element_bytes, quantize_row, round_row
 from thinwire.triton_kernels.cpu.compat import device, kernel
-from thinwire.triton_kernels.cpu.ir.fields import struct_of
-from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int64, stack_buffer, store_int64, zero_bytes
-from thinwire.triton_kernels.cpu.ir.streaming import stream_bytes
+from thinwire.triton_kernels.cpu.ir.memory import (
+    copy_bytes,
+    load_int64,
+    stack_buffer,
+    store_int64,
+    stream_bytes,
+    struct_of,
+    zero_bytes,
+)
 from thinwire.triton_kernels.cpu.ir.vectors import FLOAT32, NONE
 from thinwire.triton_kernels.cpu.lines import (
     LINE_BYTES,
@@ -113,7 +119,7 @@ def pack_span(leg, rows, count, first, last, records):
 
 @device
 def unpack_span(leg, records, count, first, last, rows):
-    """The way back."""
+    """Unpacks records `first` to before `last` of a part; of a row that ends early, what there is."""
     c, zero = leg_at(leg), np.int64(0)
     stride, whole, n = c.size * c.each, min(last, count // c.each), c.row_bytes
     unpack_kernel(records, n, zero, rows + first * stride, stride, c.dtype, zero, whole - first, layout_of(leg))
@@ -358,7 +364,7 @@ def drop_kernel(pool, wanted):
 
 
 def pool_words(board: int, world: int, slots: int, piece: int, num_bytes: int) -> np.ndarray:
-    """What kernels take the address of: int64."""
+    """Makes the int64 words that kernels take the address of."""
     return np.array([board, slots, piece, 0, num_bytes, *[-1] * world, *[0] * (world * SLOTS)], np.int64)
 
 

@@ -17,7 +17,7 @@ import torch
 from thinwire.errors import RoutingError
 from thinwire.triton_kernels.cpu.codec import dequantize_row, element_bytes, quantize_row
 from thinwire.triton_kernels.cpu.compat import device, kernel
-from thinwire.triton_kernels.cpu.ir.intrinsics import (
+from thinwire.triton_kernels.cpu.ir.memory import (
     copy_bytes,
     load_float32,
     load_int32,

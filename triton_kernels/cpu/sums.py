@@ -23,9 +23,8 @@ from thinwire.triton_kernels.cpu.codec import (
     second_plane,
 )
 from thinwire.triton_kernels.cpu.compat import device, kernel
-from thinwire.triton_kernels.cpu.ir.blocks import rotate_back
-from thinwire.triton_kernels.cpu.ir.intrinsics import copy_bytes, load_int64, store_float32, store_int64, zero_bytes
-from thinwire.triton_kernels.cpu.ir.loops import accumulate_groups
+from thinwire.triton_kernels.cpu.ir.loops import accumulate_groups, rotate_back
+from thinwire.triton_kernels.cpu.ir.memory import copy_bytes, load_int64, store_float32, store_int64, zero_bytes
 from thinwire.triton_kernels.cpu.ir.vectors import BITS, FLOAT32, NONE, ROTATED
 from thinwire.wire import BLOCK, WireFormat
 
@@ -164,7 +163,7 @@ def record_sum(records, record_stride, record_index, terms, dtype, layout, scrat
 
 @device
 def sum_record_row(records, record_stride, record_index, terms, dtype, layout, out, scratch):
-    """The same, rounded into the row at `out`; sums of quantised records saturate."""
+    """Sums records as `record_sum` does, and rounds into the row at `out`; sums of quantised records saturate."""
     total = record_sum(records, record_stride, record_index, terms, dtype, layout, scratch)
     round_row(total, layout[3], out, dtype, 0 if layout[0] == NONE else 1)
 

@@ -318,13 +318,15 @@ def _pulled_round(rng: random.Random) -> None:
     experts, top_k, hidden, most = rng.choice((3, 7)), rng.choice((1, 3)), rng.choice((40, 72)), 5
     wire, combine_wire = (rng.choice(("none", "int8", "int4", "int8:row")) for _ in range(2))
     grads = rng.random() < 0.3
-    made = make_lanes(
+    lanes = make_lanes(
         WORLD, experts, top_k, hidden, most, wire, combine_wire, align=rng.choice((1, 4)), weight_grads=grads,
         invariant=not grads and rng.random() < 0.3, new_memory=lambda size: guarded([size]),
     )  # fmt: skip
     dtype = rng.choice((torch.float32, torch.bfloat16))
     names = ("index", "expert_counts", "expert_offsets", "positions", "weights", "counts", "said", "filled", "scratch")
-    lanes = [replace(lane, **{name: guarded_copy(getattr(lane, name)) for name in names}) for lane in made]
+    for lane in lanes:
+        for name in names:
+            setattr(lane, name, guarded_copy(getattr(lane, name)))
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
     tokens = [Tokens.random(rng.choice((0, 1, most)), hidden, top_k, experts, dtype, generator) for _ in lanes]
     victim, word = lanes[0], DTYPE_CODES[dtype]
@@ -332,14 +334,14 @@ def _pulled_round(rng: random.Random) -> None:
         rounds.send_tokens(lane, guarded_copy(mine.x), guarded_copy(mine.ids), guarded_copy(mine.weights), word)
 
     def corrupt(likely: float) -> None:
-        for lane in made:
+        for lane in lanes:
             planes, everything = lane.memory[: lane.layout.RECORDS], lane.kept["memory"]
             for octets, words in ((planes[:8], 1), (planes[8:], 30), (everything, 50)):
                 if rng.random() < likely:
                     scribble(rng, octets, words)
 
     corrupt(0.3)
-    spoilt = rng.choice(made).kept["memory"]
+    spoilt = rng.choice(lanes).kept["memory"]
     with scribbling(rng, spoilt) if rng.random() < 0.2 else nullcontext():
         if not rounds.route(victim, dtype, word):
             raise RoutingError("ranks say different things")

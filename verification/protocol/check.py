@@ -98,17 +98,23 @@ _PUBLISH = [
 _PULLING = [
     _holds("pulling", "3 ranks, 3 rounds, closed or not", "EPOCHS=3", 900_000),
     _holds("pulling", "ranks that say different things", "EPOCHS=2 MISMATCHES", 900_000),
+    _holds("pulling", "slots for 6 pieces, 2 readers", "LEG", 10_000),
     _holds("pulling", "one sleeps for two", "SLEEP", 60_000),
     Case("pulling", "goal: sums of one, and none of the other", "GOAL_CLOSED_AND_SUMMED", GOAL),
+    Case("pulling", "goal: all slots are written again", "LEG GOAL_SLOTS_WRITTEN_AGAIN", GOAL),
     Case("pulling", "goal: sleeps for the last lines", "SLEEP GOAL_SLEPT", GOAL),
     Case("pulling", "a line before the tokens", "BROKEN_EARLY_LINE", "tokens["),
     Case("pulling", "a line before the sums", "BROKEN_EARLY_SUMS_LINE", "(of_left!=1)||(sums["),
     Case("pulling", "no wait for tokens", "BROKEN_NO_DISPATCH_WAIT", "tokens["),
     Case("pulling", "no wait for sums", "BROKEN_NO_COMBINE_WAIT", "(taken_there["),
     Case("pulling", "a ring of one line", "BROKEN_RING_OF_ONE", "(taken_there["),
+    Case("pulling", "a slot is written before it was read", "LEG BROKEN_NO_ACKNOWLEDGEMENT", "slot["),
+    Case("pulling", "a line before the slot is there", "LEG BROKEN_EARLY_PIECE_LINE", "slot["),
+    Case("pulling", "a slot is taken before it is read", "LEG BROKEN_EARLY_TAKE", "slot["),
     Case("pulling", "looks for sleepers before its line is seen", "SLEEP BROKEN_NO_FENCE", DEADLOCK),
     Case("pulling", "sleeps without a second look", "SLEEP BROKEN_NO_SECOND_LOOK", DEADLOCK),
     Case("pulling", "sleeps without comparing", "SLEEP BROKEN_NO_COMPARE", DEADLOCK),
+    Case("pulling", "nobody is woken", "SLEEP BROKEN_NO_WAKE", DEADLOCK),
 ]
 
 _LEGS = [
@@ -196,19 +202,6 @@ _REBUILD = [
     Case("rebuild", "into the old memory", "BROKEN_SAME_MEMORY", "record_first["),
 ]
 
-_PULL = [
-    _holds("pull", "2 readers, 3 pieces, 2 slots", "", 3_000_000),
-    _holds("pull", "one reader, 6 pieces", "READERS=1 PIECES=6", 1_000),
-    Case("pull", "goal: the end", "GOAL_END", GOAL),
-    Case("pull", "goal: a rank sleeps", "GOAL_SLEPT", GOAL),
-    Case("pull", "no second look before sleep", "BROKEN_NO_SECOND_LOOK", DEADLOCK),
-    Case("pull", "sleeps though the number has changed", "BROKEN_SLEEPS_ANYWAY", DEADLOCK),
-    Case("pull", "nobody is woken", "BROKEN_NO_LOOK_AT_AWAITED", DEADLOCK),
-    Case("pull", "a slot is written before it was read", "BROKEN_NO_ACKNOWLEDGEMENT", "slot["),
-    Case("pull", "a line before the slot is there", "BROKEN_EARLY_LINE", "slot["),
-    Case("pull", "taken before it is read", "BROKEN_EARLY_TAKE", "slot["),
-]
-
 _VERDICT = [
     _holds("verdict", "3 ranks, links come back: all hold one verdict", "HEALS", 10_000_000),
     _holds("verdict", "3 ranks, any links cut", "NO_CHANGES", 2_000_000),
@@ -224,7 +217,7 @@ _VERDICT = [
 ]
 
 CASES = [
-    *_ROUND_TRIP, *_PULLING, *_PULL, *_PUBLISH, *_LEGS, *_COLLECTIVE, *_RING, *_BLAME, *_TIMING,
+    *_ROUND_TRIP, *_PULLING, *_PUBLISH, *_LEGS, *_COLLECTIVE, *_RING, *_BLAME, *_TIMING,
     *_REBUILD, *_VERDICT,
 ]  # fmt: skip
 

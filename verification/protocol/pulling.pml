@@ -1,13 +1,16 @@
-/* CPU ranks that pull: lines, rounds in which each rank stores into its own memory alone, and sleep.
+/* CPU ranks that pull: lines, rounds in which each rank stores into its own memory alone, legs in pieces, and sleep.
  *
  * Rounds: a memory cell holds the epoch in which it was last written, or BUSY while that lasts, so a read of what is
  * not there yet, or is not there any more, shows. Ranks close rounds or send sums as they like, and with MISMATCHES say
  * something else in a dispatch as they like. The ring here is of two lines a pair; that of the library is of four.
  *
+ * LEG: one rank packs pieces into slots of its own memory, which it writes again once two readers have taken the lines
+ * that named them.
+ *
  * SLEEP: one rank waits for lines of two others, twice, and sleeps; nobody wakes it but they, and no sleep ends by
  * itself, as the library's do.
  *
- * Parameters: EPOCHS, MISMATCHES, SLEEP. BROKEN_...: the protocol with one rule broken; the search must find an error.
+ * Parameters: EPOCHS, MISMATCHES, LEG, PIECES, SLOTS, SLEEP. BROKEN_...: the protocol with one rule broken; the search must find an error.
  * GOAL_...: a state that the search must reach, written as an assertion that it does not.
  */
 
@@ -17,11 +20,14 @@
 #ifdef GOAL_SLEPT
 #define GOAL
 #endif
+#ifdef GOAL_SLOTS_WRITTEN_AGAIN
+#define GOAL
+#endif
 #ifdef GOAL
 bool goal_reached;
 #endif
 
-#ifndef SLEEP
+#if !defined(LEG) && !defined(SLEEP)
 
 #ifndef EPOCHS
 #define EPOCHS 3
@@ -64,7 +70,7 @@ inline take(peer, said) { /* triton_kernels/cpu/lines.py take_line, in triton_ke
     taken_there[PAIR(rank, peer)] = number
 }
 
-inline wait() { /* comm/shared.py wait, in fused/pulled.py await_peers */
+inline wait() { /* fused/pulled.py wait, in fused/pulled.py await_peers */
     (flag[LINE(rank, RIGHT, number)] == number && flag[LINE(rank, LEFT, number)] == number)
 }
 
@@ -151,7 +157,65 @@ active [RANKS] proctype thread() {
     od
 }
 
-#else
+#endif
+#ifdef LEG
+
+#define READERS 2
+#ifndef PIECES
+#define PIECES 6
+#endif
+#ifndef SLOTS
+#define SLOTS 4
+#endif
+
+byte slot[SLOTS]; /* which piece it holds, from 1 on; 0 while it is written */
+byte put_lines[READERS]; /* how many lines are put at a reader: the flag of its last one */
+byte taken_there[READERS]; /* at the writer: lines that the reader has taken */
+
+active proctype packer() { /* triton_kernels/cpu/pull.py send_kernel */
+    byte piece, reader;
+    do
+    :: piece == PIECES -> break
+    :: else ->
+        piece++;
+#ifndef BROKEN_NO_ACKNOWLEDGEMENT
+        for (reader : 0 .. READERS - 1) { /* triton_kernels/cpu/pull.py is_busy */
+            (taken_there[reader] + SLOTS >= piece)
+        }
+#endif
+#ifdef BROKEN_EARLY_PIECE_LINE
+        put_lines[0] = piece;
+#endif
+        slot[piece % SLOTS] = 0;
+        slot[piece % SLOTS] = piece;
+        for (reader : 0 .. READERS - 1) { /* triton_kernels/cpu/pull.py publish */
+            put_lines[reader] = piece
+        }
+#ifdef GOAL_SLOTS_WRITTEN_AGAIN
+        goal_reached = piece == PIECES;
+        assert(!goal_reached)
+#endif
+    od
+}
+
+active [READERS] proctype unpacker() { /* triton_kernels/cpu/pull.py take_kernel */
+    byte rank, piece;
+    rank = _pid - 1;
+    do
+    :: piece == PIECES -> break
+    :: else ->
+        piece++;
+        (put_lines[rank] >= piece);
+#ifdef BROKEN_EARLY_TAKE
+        taken_there[rank] = piece;
+#endif
+        assert(slot[piece % SLOTS] == piece);
+        taken_there[rank] = piece
+    od
+}
+
+#endif
+#ifdef SLEEP
 
 #define WRITERS 2
 #define LINES 2
@@ -233,6 +297,9 @@ active [WRITERS] proctype writer() { /* triton_kernels/cpu/lines.py put_line; tr
 #else
         put_lines[rank] = line;
         was = awaited[rank];
+#endif
+#ifdef BROKEN_NO_WAKE
+        was = 0;
 #endif
         if
         :: was ->

@@ -13,7 +13,7 @@ import torch
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.fused.channel import FLAT_ROW, RecvBuffer, Transfer, channel_layout
 from thinwire.fused.counts import Segments
-from thinwire.fused.device_channel import DeviceChannel
+from thinwire.fused.device_channel import DeviceChannel, Route
 from thinwire.triton_kernels.codec_reference import dequantize_reference, quantize_reference
 from thinwire.triton_kernels.signal import REPORT_STATUS, RUNNING
 from thinwire.wire import WireFormat
@@ -86,7 +86,7 @@ class Channels:
             step = inputs[rank].stride(0) * dtype.itemsize
             self.device.rank = rank
             receives = Segments(received, places)
-            route = channel.route(form, step, sends, receives)
+            route = Route(form, step, sends)
             channel.send(Transfer(channel, route, inputs[rank], RecvBuffer(receives, out)), wait=rank not in halfway)
         return outs
 

@@ -1,4 +1,4 @@
-"""The inner loops, over groups of columns, as intrinsics that a numba kernel calls.
+"""The inner loops, over groups of columns, as intrinsics that a numba kernel calls; and what writes loops as LLVM IR.
 
 Every loop walks *groups*: runs of `group` columns, of which the last may be short. Column counts are multiples of 16,
 the narrowest block; callers pass the rest of a row through a padded buffer. All arguments are int64, addresses too, and
@@ -7,13 +7,13 @@ the narrowest block; callers pass the rest of a row through a padded buffer. All
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from typing import Any
 
 from thinwire.triton_kernels.cpu.compat import cgutils, emits, ir
-from thinwire.triton_kernels.cpu.ir.blocks import turned_back
-from thinwire.triton_kernels.cpu.ir.control import groups_of, loop, steps, switch
 from thinwire.triton_kernels.cpu.ir.vectors import (
     BFLOAT16,
     BITS,
@@ -51,6 +51,165 @@ _PLANES = tuple(code for code in QUANTIZED if LOW_BITS[code] < BITS[code])
 # Where a block has a loop of its own, over sources. Rows often come from memory. LLVM loads the 256 bytes of a wider
 # block in no order, and processors, which fetch ahead where addresses rise, then take up to twice the time.
 _WIDEST_OF_ROWS, _WIDEST_OF_RECORDS = 64, 128
+_COLUMNS = [range(start, start + _NARROW) for start in range(0, BLOCK, _NARROW)]  # of a rotated block's vectors
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loops and branches
+
+
+@contextmanager
+def loop(builder: Any, count: Any) -> Iterator[Any]:
+    """Counts from 0 to `count`. LLVM is told not to unroll: blocks are wide enough, and the code would triple."""
+    with steps(builder, count, constant(1)) as (index, _):
+        yield index
+
+
+@contextmanager
+def steps(builder: Any, count: Any, step: Any) -> Iterator[tuple[Any, Any]]:
+    """Counts from 0 to `count` by `step`: (how often, where). No division, which takes as long as a group does."""
+    before = builder.basic_block
+    head, body, end = (builder.append_basic_block(f"loop.{name}") for name in ("head", "body", "end"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    number, position = builder.phi(ir.IntType(64)), builder.phi(ir.IntType(64))
+    for counter in (number, position):
+        counter.add_incoming(constant(0), before)
+    builder.cbranch(builder.icmp_signed("<", position, count), body, end)
+    builder.position_at_end(body)
+    yield number, position
+    for counter, by in ((number, constant(1)), (position, step)):
+        counter.add_incoming(builder.add(counter, by, flags=["nuw", "nsw"]), builder.basic_block)
+    builder.branch(head).set_metadata("llvm.loop", _not_unrolled(builder.module))
+    builder.position_at_end(end)
+
+
+@contextmanager
+def groups_of(builder: Any, columns: Any, group: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Loops over groups: (number, first column, columns)."""
+    with steps(builder, columns, group) as (number, first):
+        left = builder.sub(columns, first)
+        yield number, first, builder.select(builder.icmp_signed("<", left, group), left, group)
+
+
+def _not_unrolled(module: Any) -> Any:
+    wish = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
+    identity = module.add_metadata([ir.MetaDataString(module, "thinwire"), wish])
+    identity.operands = (identity, wish)  # a loop's metadata begins with a reference to itself
+    return identity
+
+
+def switch(builder: Any, selectors: list[Any], emit: Callable[..., None], cases: Iterable[tuple[int, ...]]) -> None:
+    """Emits `emit(*codes)` for each of `cases`; the kernel runs the one that equals `selectors`.
+
+    One switch within another, so that a selector that turns out to be constant drops the other cases early.
+    """
+    if not selectors:
+        emit()
+        return
+    cases = list(cases)
+    end = builder.append_basic_block("switch.end")
+    instruction = builder.switch(selectors[0], end)
+    for code in dict.fromkeys(case[0] for case in cases):
+        block = builder.append_basic_block("switch.case")
+        instruction.add_case(constant(code), block)
+        builder.position_at_end(block)
+        switch(builder, selectors[1:], partial(emit, code), [case[1:] for case in cases if case[0] == code])
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Blocks of 64 columns: read as float32, rotated and rotated back, as `thinwire.wire` defines it
+#
+# A block is four vectors of 16 lanes. In the stages within a vector each lane, or its negative, is added to its
+# partner; LLVM's machine code is as short as that of more elaborate orders.
+
+
+def _flipped(builder: Any, vector: Any, signs: list[int]) -> Any:
+    """A vector of float32 whose lanes change their signs where `signs` is 1."""
+    word = integers(32, _NARROW)
+    bits = builder.xor(builder.bitcast(vector, word), ir.Constant(word, [sign << 31 for sign in signs]))
+    return builder.bitcast(bits, vector.type)
+
+
+def _signed(builder: Any, parts: list[Any]) -> list[Any]:
+    signs = [[(column & column >> 1 & 0x15).bit_count() & 1 for column in columns] for columns in _COLUMNS]
+    return [_flipped(builder, part, each) for part, each in zip(parts, signs, strict=True)]
+
+
+def _stages(builder: Any, parts: list[Any]) -> list[Any]:
+    for apart in (1, 2, 4, 8):
+        others = ir.Constant(integers(32, _NARROW), [lane ^ apart for lane in range(_NARROW)])
+        signs = [lane // apart % 2 for lane in range(_NARROW)]
+        parts = [
+            builder.fadd(builder.shuffle_vector(part, part, others), _flipped(builder, part, signs)) for part in parts
+        ]
+    for first, second in ((0, 1), (2, 3), (0, 2), (1, 3)):
+        pair = parts[first], parts[second]
+        parts[first], parts[second] = builder.fadd(*pair), builder.fsub(*pair)
+    return parts
+
+
+def _addresses(builder: Any, first: Any, column: Any, element: int) -> list[Any]:
+    places = [builder.add(column, constant(columns[0])) for columns in _COLUMNS]
+    return [builder.add(first, builder.mul(place, constant(BITS[element] // 8))) for place in places]
+
+
+def _load_block(builder: Any, x: Any, column: Any, element: int) -> list[Any]:
+    return [load_floats(builder, address, _NARROW, element) for address in _addresses(builder, x, column, element)]
+
+
+def _store_block(builder: Any, parts: list[Any], out: Any, column: Any) -> None:
+    for part, address in zip(parts, _addresses(builder, out, column, FLOAT32), strict=True):
+        store(builder, part, address, 4)
+
+
+@emits("void")
+def widen_groups(builder, x, columns, group, dtype, rotated, out, amax):
+    """Writes groups of whole blocks of a row as float32, and each one's largest magnitude, as float32 bits, to `amax`.
+
+    With `rotated` 1, those of the rotated row, unscaled. The maximum is that of `amax_groups`.
+    """
+    word = integers(32, _NARROW)
+
+    def emit(rotated: int, element: int) -> None:
+        total = cgutils.alloca_once(builder, word)
+        with groups_of(builder, columns, group) as (number, first, width):
+            builder.store(filled(word, 0), total)
+            with steps(builder, width, constant(BLOCK)) as (_, step):
+                column = builder.add(first, step)
+                parts = _load_block(builder, x, column, element)
+                if rotated:
+                    parts = _stages(builder, _signed(builder, parts))
+                _store_block(builder, parts, out, column)
+                signless = [builder.and_(builder.bitcast(part, word), filled(word, SIGNLESS)) for part in parts]
+                while len(signless) > 1:
+                    signless = [larger(builder, *pair) for pair in zip(signless[::2], signless[1::2], strict=True)]
+                builder.store(larger(builder, builder.load(total), signless[0]), total)
+            place = builder.add(amax, builder.shl(number, constant(2)))
+            store(builder, largest_lane(builder, builder.load(total)), place, 4)
+
+    switch(builder, [rotated, dtype], emit, product((0, 1), ROW_ELEMENTS))
+
+
+def _turned_back(builder: Any, values: Any) -> list[Any]:
+    """A block of a rotated row, as it was, in two halves."""
+    lanes = [ir.Constant(integers(32, _NARROW), [*columns]) for columns in _COLUMNS]
+    parts = _signed(builder, _stages(builder, [builder.shuffle_vector(values, values, each) for each in lanes]))
+    both = ir.Constant(integers(32, 2 * _NARROW), [*range(2 * _NARROW)])
+    return [builder.shuffle_vector(*pair, both) for pair in zip(parts[::2], parts[1::2], strict=True)]
+
+
+@emits("void")
+def rotate_back(builder, values, columns):
+    """Rotates whole blocks of float32 back, in place."""
+    with steps(builder, columns, constant(BLOCK)) as (_, column):
+        parts = _stages(builder, _load_block(builder, values, column, FLOAT32))
+        _store_block(builder, _signed(builder, parts), values, column)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Groups
 
 
 def _blocks(
@@ -234,7 +393,7 @@ def decode_groups(builder, payload, plane, kind, rotated, scales, columns, group
                 if not rotated:
                     store_floats(builder, values, target, element, plain=True, saturate=False)
                     return
-                for half in turned_back(builder, values):
+                for half in _turned_back(builder, values):
                     store_floats(builder, half, target, element, plain=False, saturate=True)
                     target = builder.add(target, constant(BLOCK // 2 * BITS[element] // 8))
 

@@ -13,8 +13,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from thinwire.triton_kernels.cpu.compat import cgutils, converts_halves, gathers_bytes, ir, rounds_pairs_to_bfloat16
-from thinwire.triton_kernels.cpu.ir.avx512 import gather_bytes, has_special, round_pairs
+from thinwire.triton_kernels.cpu.compat import (
+    BFloat16,
+    cgutils,
+    converts_halves,
+    gathers_bytes,
+    ir,
+    rounds_pairs_to_bfloat16,
+)
 from thinwire.wire import BLOCK, FORMATS
 
 NONE, INT8, INT4, FP8, INT6, INT10 = (FORMATS[name].kind for name in ("none", "int8", "int4", "fp8", "int6", "int10"))
@@ -32,6 +38,8 @@ _LARGEST = {FLOAT32: 3.4028234663852886e38, FLOAT16: 65504.0, BFLOAT16: 3.389531
 _MAGIC = 12582912.0  # 1.5 * 2**23: adding it rounds half to even and leaves q in the low bits
 SIGNLESS = 0x7FFFFFFF
 _UPPER_HALF = 0xFFFF0000
+_VECTOR_BYTES = 64  # of AVX-512
+_NAN_OR_SUBNORMAL = 0b10100001  # classes of VFPCLASSPS: a signalling NaN, a subnormal number, a quiet NaN
 
 
 def integers(bits: int, lanes: int) -> Any:
@@ -75,7 +83,7 @@ def larger(builder: Any, a: Any, b: Any) -> Any:
 
 
 def load(builder: Any, address: Any, value_type: Any, align: int) -> Any:
-    """What lies at an int64 address."""
+    """Reads a value at an int64 address."""
     return builder.load(builder.inttoptr(address, value_type.as_pointer()), align=align)
 
 
@@ -89,6 +97,44 @@ def _halves(builder: Any, vector: Any) -> list[Any]:
     lanes = vector.type.count
     lanes_of = (range(lanes // 2), range(lanes // 2, lanes))
     return [builder.shuffle_vector(vector, vector, ir.Constant(integers(32, lanes // 2), [*part])) for part in lanes_of]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Instructions of AVX-512 for which LLVM finds others that take longer; `compat` says whether the machine has them
+
+
+def _gather_bytes(builder: Any, first: Any, second: Any, places: list[int]) -> Any:
+    """int8 [len(places)], at most 64: the bytes at these places of two vectors of 64 bytes, one behind the other."""
+    octets = ir.VectorType(ir.IntType(8), _VECTOR_BYTES)
+    order = ir.Constant(octets, places + [0] * (_VECTOR_BYTES - len(places)))
+    # An empty piece of assembly hides that the order is constant: LLVM would make four shuffles of it.
+    with builder.goto_entry_block():
+        order = builder.asm(ir.FunctionType(octets, [octets]), "", "=v,0", [order], False)
+    permutation = ir.FunctionType(octets, [octets] * 3)
+    permute = cgutils.get_or_insert_function(builder.module, permutation, "llvm.x86.avx512.vpermi2var.qi.512")
+    first, second = (builder.bitcast(vector, octets) for vector in (first, second))
+    gathered = builder.call(permute, [first, order, second])
+    lanes = ir.Constant(ir.VectorType(ir.IntType(32), len(places)), list(range(len(places))))
+    return builder.shuffle_vector(gathered, gathered, lanes)
+
+
+def _has_special(builder: Any, vectors: list[Any]) -> Any:
+    """Whether some lane of float32 [16] each is NaN or subnormal, which `_round_pairs` does not round as others do."""
+    lanes = ir.VectorType(ir.IntType(1), 16)
+    classify = ir.FunctionType(lanes, [vectors[0].type, ir.IntType(32)])
+    classes = cgutils.get_or_insert_function(builder.module, classify, "llvm.x86.avx512.fpclass.ps.512")
+    found = ir.Constant(lanes, [0] * 16)
+    for vector in vectors:
+        found = builder.or_(found, builder.call(classes, [vector, ir.Constant(ir.IntType(32), _NAN_OR_SUBNORMAL)]))
+    return builder.icmp_unsigned("!=", builder.bitcast(found, ir.IntType(16)), ir.Constant(ir.IntType(16), 0))
+
+
+def _round_pairs(builder: Any, first: Any, second: Any) -> Any:
+    """float32 [16] and [16] to the bits of the nearest bfloat16, int16 [32], half to even; none may be subnormal."""
+    singles = ir.VectorType(ir.FloatType(), 16)
+    rounding = ir.FunctionType(ir.VectorType(BFloat16(), 32), [singles, singles])
+    convert = cgutils.get_or_insert_function(builder.module, rounding, "llvm.x86.avx512bf16.cvtne2ps2bf16.512")
+    return builder.bitcast(builder.call(convert, [second, first]), ir.VectorType(ir.IntType(16), 32))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -271,7 +317,7 @@ def _low_bytes(builder: Any, planes: list[Any]) -> Any:
         by_turns = len(planes) == 2
         first, second = planes if by_turns else _halves(builder, planes[0])
         places = [4 * (lane // 2) + 64 * (lane % 2) if by_turns else 4 * lane for lane in range(lanes)]
-        return gather_bytes(builder, first, second, places)
+        return _gather_bytes(builder, first, second, places)
     if len(planes) == 1:
         return builder.trunc(planes[0], integers(8, lanes))
     even, odd = planes
@@ -305,12 +351,12 @@ def store_floats(builder: Any, values: Any, address: Any, element: int, *, plain
             values = builder.select(builder.fcmp_ordered(comparison, values, limit), limit, values)
     if element == BFLOAT16 and lanes == 32 and rounds_pairs_to_bfloat16():
         first, second = _halves(builder, values)
-        special = ir.Constant(ir.IntType(1), 0) if plain else has_special(builder, [first, second])
+        special = ir.Constant(ir.IntType(1), 0) if plain else _has_special(builder, [first, second])
         with builder.if_else(special, likely=False) as (by_integers, by_instruction):
             with by_integers:
                 store(builder, _to_bfloat16(builder, values, plain), address, 2)
             with by_instruction:
-                store(builder, round_pairs(builder, first, second), address, 2)
+                store(builder, _round_pairs(builder, first, second), address, 2)
         return
     if element == FLOAT16:
         values = _to_halves(builder, values)

@@ -10,7 +10,7 @@ import torch
 
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.errors import TransportUnavailable
-from thinwire.fused.backend import RoundKernels, require_wire_support
+from thinwire.fused.backend import require_wire_support
 from thinwire.fused.channel import channel_layout
 from thinwire.fused.codec import FLOAT_DTYPES
 from thinwire.fused.collective import DirectCollectives, collective_layout
@@ -19,9 +19,10 @@ from thinwire.fused.device_channel import DeviceChannel
 from thinwire.fused.partition import LONG_ROW, SHORT_ROW
 from thinwire.moe.config import ParallelSettings
 from thinwire.moe.direct import launch_each
+from thinwire.moe.direct_lanes import RoundKernels
 from thinwire.moe.routing import expert_range
 from thinwire.octets import as_bytes
-from thinwire.triton_kernels import collective_launches, combine, dispatch, pack, permute, sums
+from thinwire.triton_kernels import collective_launches, combine, pack, sums
 from thinwire.triton_kernels.expert_gemm import INNER_WIRE, expert_gemm
 from thinwire.triton_kernels.int8_weights import Int8Weights, require_int8_sums
 from thinwire.triton_kernels.leg_layout import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, LegLayout
@@ -129,10 +130,6 @@ class Configuration:
 def _launch_direct(settings: ParallelSettings, ranks: int, dtype: torch.dtype, backward: bool = False) -> None:
     """Kernels of a round on the direct transport, whose lanes are those of forward or of backward."""
     layout = settings.lane_layout(ranks, weight_grads=backward)
-    kernels = RoundKernels(
-        dispatch.send_tokens, dispatch.wait, permute.route, permute.gather, combine.send_sums, dispatch.close_round,
-        combine.sum_home, dispatch.refuse,
-    )  # fmt: skip
     buffer = torch.empty(layout.NUM_BYTES, dtype=torch.uint8, device=_META)
     buffer_ptrs = torch.empty(ranks, dtype=torch.int64, device=_META)
     x = torch.empty(1, layout.HIDDEN, dtype=dtype, device=_META)
@@ -140,7 +137,7 @@ def _launch_direct(settings: ParallelSettings, ranks: int, dtype: torch.dtype, b
         lane = Lane.of(layout, settings.wire, settings.combine_wire, rank, settings.align, buffer, buffer_ptrs)
         for id_dtype in _ID_DTYPES:
             ids = torch.empty(1, layout.TOP_K, dtype=id_dtype, device=_META)
-            launch_each(kernels, lane, x, ids, ids.float(), settings.num_programs)
+            launch_each(RoundKernels(), lane, x, ids, ids.float(), settings.num_programs)
         if settings.combine_wire.quantized and not backward:
             records = _records(settings.combine_wire, layout.HIDDEN, dtype)
             for as_they_are in (False, True):
