@@ -71,6 +71,17 @@ def forwarder(hosts: Hosts, rank: int, host: int) -> int:
     return hosts[host][place % len(hosts[host])]
 
 
+def served_by(hosts: Hosts, rank: int) -> list[int]:
+    """The ranks whose forwarder on its own host a rank is: itself first, the others ascending.
+
+    >>> served_by(((0, 1), (2, 3)), 3), served_by(((0, 1, 2), (3,)), 3)
+    ([3, 1], [3, 0, 1, 2])
+    """
+    here = next(number for number, members in enumerate(hosts) if rank in members)
+    others = sorted(peer for members in hosts for peer in members if peer not in hosts[here])
+    return [rank, *(peer for peer in others if forwarder(hosts, peer, here) == rank)]
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host leads no further than where it is read: a loopback address, or "localhost".
 

@@ -1,7 +1,7 @@
-"""All-gather, reduce-scatter and all-reduce on two levels: what crosses between hosts crosses once.
+"""All-gather, reduce-scatter and all-reduce on two levels: legs between hosts around exact legs within each of them.
 
 Ranks at the same place of their hosts form a *rail*: they alone exchange messages between hosts, through the process
-group. Within a host kernels store into the peers' memory, as on the direct transport:
+group. So rows cross once. Within a host ranks read each other's memory, as on the direct transport:
 
     all-gather       a rank's records go along its rail; who gets them passes them on in its host, as they are
     reduce-scatter   a host sums its ranks' rows, each rank those for its rail; the sums go along the rail
@@ -31,12 +31,10 @@ from thinwire.fused.staged import cut_pieces
 from thinwire.fused.staged_collective import CollectiveCall, GatherLeg, ScatterLeg, StagedCollectives
 from thinwire.fused.transport import Staged, uses_triton, why_not_two_levels
 from thinwire.triton_kernels.leg_layout import ALL_GATHER, REDUCE_SCATTER
-from thinwire.wire import WireFormat
+from thinwire.wire import EXACT, WireFormat
 
 if TYPE_CHECKING:
     from thinwire.fused.pulled_legs import PulledLegs
-
-_EXACT = WireFormat("none")
 
 
 def open_two_levels(comm: Communicator, wires: Sequence[WireFormat] = ()) -> StagedCollectives | TwoLevelCollectives:
@@ -104,7 +102,7 @@ class TwoLevelCollectives(Attachment):
                 self._gather(comm, call, sums, out)
 
     def _scatter(self, comm: Communicator, call: CollectiveCall, x: torch.Tensor) -> ScatterLeg:
-        """This host's sums of the rail's parts, on their way to who has these parts; x may then be overwritten."""
+        """Starts sending this host's sums of the rail's parts to the parts' owners; x may then be overwritten."""
         parts = call.parts
         own = dense_segments([count if rank in self._rail else 0 for rank, count in enumerate(parts.counts)])
         sums = comm.result_memory.new_empty(x, (own.rows,), torch.float32)
@@ -116,7 +114,7 @@ class TwoLevelCollectives(Attachment):
     def _gather(
         self, comm: Communicator, call: CollectiveCall, source: torch.Tensor | ScatterLeg, out: torch.Tensor
     ) -> None:
-        """Everyone's part to everyone: this rank's own, or the sums of what the leg brings."""
+        """Sends this rank's part to everyone, or the sums of what the leg brings, and fills `out` with all parts."""
         parts, row, wire, dtype = call.parts, call.row, call.wires[-1], call.dtype
         if isinstance(source, torch.Tensor) and not wire.quantized:  # of any dtype
             source, out, dtype = source.view(torch.uint8), out.view(torch.uint8), torch.uint8
@@ -148,7 +146,7 @@ class TwoLevelCollectives(Attachment):
         own: torch.Tensor,
         records: torch.Tensor,
     ) -> None:
-        """Records of a host's ranks to this host's: each stores those of its rail, `own`, into all ranks' `records`."""
+        """Passes records of a host's ranks on to this host: each rank those of its rail, `own`, into `records`."""
         words = records.shape[1] // 4
         parts = _of(Segments(*([words * number for number in numbers] for numbers in slots)), members)
         if any(parts.counts):
@@ -157,15 +155,15 @@ class TwoLevelCollectives(Attachment):
     def _run(
         self, call: CollectiveCall, op: int, parts: Segments, row: int, x: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """A step within the host, of exact rows; sums are float32."""
+        """Runs a leg within the host, of exact rows and with float32 sums."""
         # Ranks compare the whole call: a rail compares its own, and records of other formats may be as long.
         signature = signature_of(call.op, call.parts, call.row, call.dtype, call.wires[0], call.wires[-1])
-        job = self._within.job(op, parts, row, _EXACT, _EXACT, x.dtype, torch.float32, signature)
+        job = self._within.job(op, parts, row, EXACT, EXACT, x.dtype, torch.float32, signature)
         self._within.run(job, x, out)
 
 
 class _ByteLeg(GatherLeg):
-    """A gather of bytes, which are records as they are."""
+    """Gathers bytes, which are records as they are."""
 
     def pack(self, part: torch.Tensor, start: int, stop: int, records: torch.Tensor) -> None:
         """See `_Rows.pack`."""
@@ -179,5 +177,5 @@ class _ByteLeg(GatherLeg):
 
 
 def _of(parts: Segments, ranks: Sequence[int]) -> Segments:
-    """These ranks' parts."""
+    """Picks the parts of some ranks."""
     return Segments([parts.counts[rank] for rank in ranks], [parts.displs[rank] for rank in ranks])

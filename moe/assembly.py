@@ -8,24 +8,21 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from thinwire.comm.host_collectives import Setting
+from thinwire.comm.hosts import describe
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError, LaneError, ThinwireError, TransportUnavailable
 from thinwire.fields import shown
 from thinwire.fused.transport import choose, open_direct, uses_triton
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.direct import DirectRounds
-from thinwire.moe.direct_gradients import BackwardRounds, DirectPlan
+from thinwire.moe.direct_gradients import DirectPlan
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.gradients import GradientPlan, Wants
 from thinwire.moe.round_transport import Rounds
 from thinwire.moe.staged import StagedPlan, StagedRound, StagedRounds
-from thinwire.moe.two_level_lanes import two_level_layout, why_not_two_level
 
 if TYPE_CHECKING:
-    from thinwire.moe.pulled import PulledBackward, PulledRounds
-
-    Forward = DirectRounds | PulledRounds
-    Backward = BackwardRounds | PulledBackward
+    from thinwire.moe.pulled import PulledRounds
 
 
 class Assembly:
@@ -39,7 +36,7 @@ class Assembly:
 
     def __init__(self, config: ParallelConfig, generation: int) -> None:
         self.config, self.generation = config, generation
-        self.backward: Backward | None = None
+        self.backward: DirectRounds | PulledRounds | None = None
         comm, asked = config.comm, config.transport
         comm.require_same("ExpertParallel", config.settings(generation))
         self.rounds: Rounds = choose(
@@ -114,8 +111,32 @@ class Assembly:
                 if isinstance(lanes, StagedRounds):
                     error = lanes.lack or TransportUnavailable
                     raise error(f"there are no lanes for backward: {lanes.reason}; transport='staged' needs none")
-                self.backward = cast("Backward", lanes)
+                self.backward = cast("DirectRounds | PulledRounds", lanes)
         return self.backward
+
+
+def why_not_two_level(config: ParallelConfig) -> str | None:
+    """Why a group's rounds cannot take two levels, or with "auto" do not; None: they can."""
+    hosts = config.comm.hosts
+    if len(hosts) == 1:
+        return "its ranks are on one host"
+    if config.transport == "auto" and max(map(len, hosts)) == 1:
+        return "every host has one rank"
+    if config.invariant:
+        return "a host's sums are added up before they cross, and with invariant=True each expert's row goes home"
+    if config.dispatch_backend.name == "torch":
+        return "two levels need the kernels of Triton or of numba"
+    if config.dispatch_backend.name == "triton":
+        if config.transport == "auto":
+            return "two levels of GPUs have run on none yet: ask for them with transport='two_level'"
+        try:
+            config.comm.check_exchange()
+        except TransportUnavailable as error:
+            return str(error)
+        in_order = [rank for members in hosts for rank in members] == [*range(config.comm.size)]
+        if not in_order or len({*map(len, hosts)}) > 1:
+            return f"on GPUs every host must have as many ranks, one behind the other, and here are {describe(hosts)}"
+    return None
 
 
 #: Bytes of each rank's symmetric memory, and what makes rounds over it.
@@ -124,29 +145,22 @@ _Ways = tuple[int, Callable[[SymmetricMemory, bool], Rounds]]
 
 def _ways_of_triton(config: ParallelConfig, backward: bool, reason: str, host: Sequence[int] | None) -> _Ways:
     """Rounds whose kernels store into the peers' memory; of two levels if there is a host."""
-    kind: type[DirectRounds] = BackwardRounds if backward else DirectRounds
-    layout = config.lane_layout(config.comm.size, weight_grads=backward)
+    kind, layout = DirectRounds, config.lane_layout(config.comm.size, weight_grads=backward)
     if host is not None:
-        from thinwire.moe.rails import RailBackward, RailRounds
+        from thinwire.moe import rails
 
-        kind, layout = RailBackward if backward else RailRounds, two_level_layout(config, backward)
+        kind, layout = rails.RailRounds, rails.layout_of(config, backward)
     return config.lanes * layout.NUM_BYTES, lambda memory, _: kind(config, layout, memory, reason)
 
 
 def _ways_of_numba(config: ParallelConfig, backward: bool, reason: str, host: Sequence[int] | None) -> _Ways:
     """Rounds whose kernels read the peers' memory; of two levels if there is a host."""
-    from thinwire.moe import pulled  # it loads numba
+    from thinwire.moe import pulled, two_level  # they load numba
 
-    kind: type[PulledRounds] = pulled.PulledBackward if backward else pulled.PulledRounds
-    layout = config.pulled_layout(config.comm.size, weight_grads=backward)
+    layout, ranks = config.pulled_layout(config.comm.size, weight_grads=backward), config.comm.size
+    make: Callable[..., Rounds] = pulled.PulledRounds
     if host is not None:
-        from thinwire.moe import two_level
-
-        kind = two_level.TwoLevelBackward if backward else two_level.TwoLevelRounds
-        layout = two_level.layout_of(config, backward)
-
-    def make(memory: SymmetricMemory, crowded: bool) -> Rounds:
-        return kind(config, layout, memory, reason, crowded)
-
-    ranks = config.comm.size if host is None else max(map(len, config.comm.hosts))
-    return pulled.shared_bytes(layout, config.lanes, ranks), make
+        layout, ranks = two_level.layout_of(config, backward), max(map(len, config.comm.hosts))
+        make = two_level.TwoLevelRounds
+    size = pulled.shared_bytes(layout, config.lanes, ranks)
+    return size, lambda memory, crowded: make(config, layout, memory, reason, crowded)

@@ -235,6 +235,14 @@ class ParallelConfig(ParallelSettings):
             return reference_backend("float64")
         return select_backend(self.comm.device, wire, self.comm.cpu_share.threads)
 
+    def as_floats(self, expert_out: torch.Tensor) -> torch.Tensor:
+        """Experts' rows, with records in `combine_wire` as float32, in which a host's sums over two levels are."""
+        if expert_out.dtype != torch.uint8:
+            return expert_out
+        rows = expert_out.new_empty(len(expert_out), self.hidden_size, dtype=torch.float32)
+        self.combine_backend.unpack_rows(expert_out, self.combine_wire, None, None, rows)
+        return rows
+
     @property
     def local_places(self) -> range:
         """The places of the experts that this rank owns."""

@@ -10,28 +10,153 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from thinwire.comm.hosts import describe
+from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.compiler import opaque
-from thinwire.errors import LaneError, RoutingError
+from thinwire.errors import LaneError, PeerTimeout, RoutingError
 from thinwire.fused.counts import new_rows
-from thinwire.fused.direct_transport import compiled_for
-from thinwire.moe.direct_lanes import DirectLanes, Lanes, RoundKernels
+from thinwire.fused.direct_transport import DirectTransport, compiled_for
+from thinwire.moe.config import ParallelConfig
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.plan import SendPlan
 from thinwire.moe.received import Arrived, Records, check_capacity
-from thinwire.triton_kernels import signal
+from thinwire.moe.round_transport import Rounds, disagreement, left_open, named_legs
+from thinwire.triton_kernels import combine, dispatch, permute, signal
 from thinwire.triton_kernels.launch import kept
 from thinwire.triton_kernels.list_records import lane_of_records, list_records
-from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, DTYPE_CODES, Lane
+from thinwire.triton_kernels.round_layout import (
+    COMBINE,
+    DISPATCH,
+    DTYPE_BITS,
+    DTYPE_CODES,
+    LEFT_OPEN,
+    REFUSED,
+    REPORT_BAD_IDS,
+    REPORT_LEFT_OPEN,
+    SIGNAL_DTYPE,
+    SIGNAL_END,
+    SIGNAL_TOKENS,
+    Lane,
+    RoundLayout,
+)
 from thinwire.wire import Traffic
 
 
-class DirectRounds(DirectLanes):
-    """The legs of rounds on these lanes."""
+class Lanes(DirectTransport, Rounds):
+    """Rounds on lanes over memory that peers reach; it is closed with this object.
+
+    Attributes:
+        lanes: this rank's ends, each with its `layout`.
+    """
+
+    name = "direct"
+    counted = "round"
+    lanes: list[Any]
+    _views: dict[tuple[int, torch.dtype], dict[str, torch.Tensor]]
+
+    def begin_rounds(self, config: ParallelConfig, reason: str, backward: bool) -> None:
+        """Sets what rounds need beside the transport; for `__init__`."""
+        Rounds.__init__(self, config, reason)
+        self.phases, self.tagged_by = named_legs(backward)
+        self._views = {}
+        self._open = [False] * config.lanes
+        # Of each lane the wait that is due before its next leg, of what was refused here or closed for a mismatch.
+        self._due: list[int | None] = [None] * config.lanes
+
+    def is_open(self, lane: int) -> bool:
+        return self._open[lane] and self._due[lane] is None
+
+    def views(self, lane: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Gives what every round of a dtype on a lane has: like what others are made, nothing and a bool []."""
+        views = self._views.get((lane, dtype))
+        if views is None:
+            with torch.inference_mode(False):
+                views = {
+                    "_nothing": torch.empty(0, dtype=dtype, device=self.device),
+                    "_flag": self.memory.local[0].view(torch.bool),
+                } | self.views_of_lane(lane, dtype)
+            self._views[lane, dtype] = views
+        return views
+
+    def views_of_lane(self, lane: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Gives what else rounds have that lies in the lane's memory."""
+        return {}
+
+    @property
+    def memory_bytes(self) -> int:
+        """The ranks' memory, and what lanes and kernels keep beside it; nothing is allocated later but results."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """For `explain`."""
+        memory, size = self.memory, self.memory_bytes / 2**20
+        hosts = "" if self.takers is None else f"; hosts: {describe(self.config.comm.hosts)}"
+        return (
+            f"transport: {self.name} ({self.reason}); lanes: {len(self.lanes)}, {size:.1f} MiB in all, {memory.kind} "
+            f"heap, generation {memory.generation}; waits end after {self.timeout:g} s{hosts}"
+        )
+
+    def close(self) -> None:
+        """Gives the memory back. Tensors made from it stay readable. A CPU rank's wait in another thread ends."""
+        super().close()
+        self.lanes.clear()
+        self._views.clear()
+
+
+@dataclass(frozen=True)
+class RoundKernels:
+    """The launchers of a round's kernels, in the order in which a round calls them."""
+
+    send_tokens: Callable[..., None] = dispatch.send_tokens
+    wait: Callable[..., None] = dispatch.wait
+    route: Callable[..., None] = permute.route
+    gather: Callable[..., None] = permute.gather
+    send_sums: Callable[..., None] = combine.send_sums
+    close_round: Callable[..., None] = dispatch.close_round
+    sum_home: Callable[..., None] = combine.sum_home
+    refuse: Callable[..., None] = dispatch.refuse  # in place of send_tokens
+
+
+class DirectRounds(Lanes):
+    """Lanes over symmetric memory, of which each has `layout.NUM_BYTES`, and the legs of rounds on them."""
+
+    sum_dtype: torch.dtype | None = None  # of sums as they travel within a host; None: the tokens'
+
+    def __init__(self, config: ParallelConfig, layout: RoundLayout, memory: SymmetricMemory, reason: str) -> None:
+        comm = config.comm
+        DirectTransport.__init__(self, "ExpertParallel", memory, comm.rank, config.peer_timeout, comm.voters)
+        self.begin_rounds(config, reason, backward=layout.WEIGHT_GRADS > 0)
+        self.kernels = RoundKernels()
+        self.lanes = [
+            self.watched(
+                Lane.of(
+                    layout,
+                    config.wire,
+                    config.combine_wire,
+                    self.rank,
+                    config.align,
+                    memory.local[number * layout.NUM_BYTES : (number + 1) * layout.NUM_BYTES],
+                    memory.buffer_ptrs + number * layout.NUM_BYTES,
+                )
+            )
+            for number in range(config.lanes)
+        ]
+        self.finish_stream()  # what was filled here is used on any stream
+        # The host's window on what kernels report; it may be read at any time, without asking the device.
+        self._reports = [lane.report.numpy() for lane in self.lanes]
+        self._words = [report.data for report in self._reports]  # the same, of which a word is read sooner
+        # The lane on which a wait ended first, after which none can be used, and who said on any that it is stuck.
+        self._failed: int | None = None
+        self._stuck: list[bool] = [False] * self.world
+        self._told_all = False  # that it ended, on every lane
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Legs
 
     def begin(
         self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
@@ -63,15 +188,12 @@ class DirectRounds(DirectLanes):
             self.kernels.route(tensors)
             if self.on_gpu:  # they may be saved in a graph
                 torch.autograd.graph.increment_version((tensors.expert_counts, tensors.expert_offsets))
-            return self._round(lane, x)
+            return DirectRound(self, lane, x)
 
         return end
 
     def _launch_each(self, *sends: Any) -> None:
         launch_each(self.kernels, self._idle_lane(), *sends)
-
-    def _round(self, lane: int, x: torch.Tensor) -> Dispatched:
-        return DirectRound(self, lane, x)
 
     def views_of_lane(self, lane: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         tensors = self.lanes[lane]
@@ -92,7 +214,7 @@ class DirectRounds(DirectLanes):
         self.take_turn(lane)
         self.kernels.close_round(self.lanes[lane], end)
         self._open[lane] = False
-        self._wait(lane, COMBINE)
+        self._bring_home(lane, None, None)
 
     def begin_combine(
         self,
@@ -110,31 +232,34 @@ class DirectRounds(DirectLanes):
         weights. `as_they_are`: records, as `send_sums` has it.
         """
         self.raise_failure(lane)
-        phase = self.config.comm.recorder.phase
         of_experts, of_tokens = weight_grads or (None, None)
-        sends = expert_out, dtype, self.config.num_programs, of_experts, as_they_are
-
-        def launch_idle() -> None:
-            idle = self._idle_lane()
-            self.kernels.send_sums(idle, *sends)
-            row = row_like(out)
-            grads = None if of_tokens is None else of_tokens.new_empty(1, of_tokens.shape[1])
-            self.kernels.sum_home(idle, row, grads)
-
+        sends = expert_out, self.sum_dtype or dtype, self.config.num_programs, of_experts, as_they_are
         if self.on_gpu:
-            self.load_kernels((dtype, as_they_are, *compiled_for(expert_out, out)), launch_idle, lane)
+            key = dtype, as_they_are, *compiled_for(expert_out, out)
+            self.load_kernels(key, lambda: self._launch_combine(sends, dtype, out, of_tokens), lane)
             self.take_turn(lane)
-        phase("sum, quantise and store")
+        self.config.comm.recorder.phase("sum, quantise and store")
         self.kernels.send_sums(tensors or self.lanes[lane], *sends)
         self._open[lane] = False
+        return lambda: self._bring_home(lane, out, of_tokens)
 
-        def end() -> None:
-            phase("wait for peers")
-            self._wait(lane, COMBINE)
+    def _launch_combine(
+        self, sends: tuple[Any, ...], dtype: torch.dtype, out: torch.Tensor, of_tokens: torch.Tensor | None
+    ) -> None:
+        """Launches the kernels of a combine of tokens of a dtype once, on a lane on which they do nothing."""
+        idle = self._idle_lane()
+        self.kernels.send_sums(idle, *sends)
+        grads = None if of_tokens is None else of_tokens.new_empty(1, of_tokens.shape[1])
+        self.kernels.sum_home(idle, row_like(out), grads)
+
+    def _bring_home(self, lane: int, out: torch.Tensor | None, of_tokens: torch.Tensor | None) -> None:
+        """Waits for all peers' sums, or ends of the round; adds up those of this rank's tokens if there is `out`."""
+        phase = self.config.comm.recorder.phase
+        phase("wait for peers")
+        self._wait(lane, COMBINE)
+        if out is not None:
             phase("sum at home")
             self.kernels.sum_home(self.lanes[lane], out, of_tokens)
-
-        return end
 
     def _wait_for_due(self, lane: int) -> None:
         """To store for the next leg before that would put rows of two rounds side by side at a peer that is behind."""
@@ -169,6 +294,106 @@ class DirectRounds(DirectLanes):
         local: dict[str, Any] = {name: torch.zeros_like(getattr(lane, name)) for name in names}
         local["control"][signal.CONTROL_STATUS].fill_(signal.TIMED_OUT)  # to assign it would wait for the stream
         return replace(lane, **local)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What went wrong
+
+    def _lines(self, lane: int, offset: int) -> torch.Tensor:
+        """The signal lines that all ranks wrote at an offset, int32 [world, words], on the host."""
+        lines = self.lanes[lane].buffer[offset:][: self.world * signal.SIGNAL_LINE_BYTES]
+        return lines.cpu().view(torch.int32).view(self.world, -1)
+
+    def raise_failure(self, lane: int) -> None:
+        """Raises what kernels reported on a lane.
+
+        Raises:
+            PeerTimeout: a wait ended, on this lane or another; all stay unusable until `rebuild`.
+            RoutingError: ranks with different dtypes, which on CUDA makes the lane unusable too; ids out of range.
+        """
+        if self._failed is None:
+            if self.failure is not None:  # ranks have failed to meet elsewhere
+                raise self.failed_with(self.failure)
+            for report in self._words:
+                if report[signal.REPORT_STATUS]:  # not RUNNING
+                    self._look_for_end()
+                    break
+        if self._failed is not None:
+            self._tell_all_lanes()
+            raise self._timeout(self._failed)
+        report = self._words[lane]
+        if self.on_gpu and report[signal.REPORT_STATUS] == signal.MISMATCHED:
+            raise self._mismatch(lane)  # on the CPU the wait that found it has raised it, or the next one does
+        if report[REPORT_LEFT_OPEN]:
+            ranks = [report[REPORT_LEFT_OPEN] - 1]
+            if not self.on_gpu:  # where lines may be of a later round by now
+                ends = self._lines(lane, self.lanes[lane].layout.COMBINE_SIGNALS)[:, SIGNAL_END]
+                ranks = (ends == LEFT_OPEN).nonzero()[:, 0].tolist()
+            report[REPORT_LEFT_OPEN] = 0
+            raise left_open(lane, ranks)
+        if report[REPORT_BAD_IDS]:
+            report[REPORT_BAD_IDS] = 0
+            raise RoutingError(
+                f"an earlier dispatch on lane {lane} had topk_ids outside of -1 ... {self.config.num_experts - 1}; "
+                "they counted as none"
+            )
+
+    def _look_for_end(self) -> None:
+        for lane, report in enumerate(self._words):
+            if report[signal.REPORT_STATUS] == signal.TIMED_OUT:
+                if self.capturing:
+                    raise self._timeout(lane)  # what follows would become a part of the graph
+                self._failed = lane
+                self.come_no_more()
+                return
+
+    def _tell_all_lanes(self) -> None:
+        """Once a wait has ended, tells the peers so on every lane, and looks on every lane for what they have told.
+
+        A rank that died may have signalled some peers and not others: these give up on one lane, and those wait for
+        them on the next. Neither are to blame.
+        """
+        if self._told_all:
+            return
+        for lane, tensors in enumerate(self.lanes):
+            said = self._lines(lane, tensors.layout.STUCK)[:, signal.SIGNAL_FLAG].tolist()
+            self._stuck = [known or flag != 0 for known, flag in zip(self._stuck, said, strict=True)]
+            if self._reports[lane][signal.REPORT_STATUS] == signal.RUNNING:
+                # A wait for a signal that this rank has not given cannot but end by giving up.
+                if not self._open[lane]:
+                    own = self._lines(lane, tensors.layout.SIGNALS)[self.rank, signal.SIGNAL_FLAG]
+                    tensors.control[signal.CONTROL_EPOCH] = own + 1
+                self.kernels.wait(tensors, COMBINE if self._open[lane] else DISPATCH, 0.0, 0.0)
+        self._told_all = True
+
+    def _timeout(self, lane: int) -> PeerTimeout:
+        stuck = [rank for rank, known in enumerate(self._stuck) if known]
+        advice = "; no lane can be used any more, rebuild() makes new ones"
+        return self.timed_out(self._reports[lane], lane, stuck, advice)
+
+    def _mismatch(self, lane: int) -> RoutingError:
+        layout = self.lanes[lane].layout
+        told = self._lines(lane, layout.SIGNALS)[:, [SIGNAL_TOKENS, SIGNAL_DTYPE]].tolist()
+        refusals = {rank: word >> DTYPE_BITS for rank, (tokens, word) in enumerate(told) if tokens == REFUSED}
+        return disagreement(lane, refusals, dict(enumerate(told)), self.tagged_by, layout.MAX_TOKENS)
+
+    @property
+    def lost(self) -> tuple[int, ...] | None:
+        """The ranks that the wait which ended first named."""
+        if self._failed is None:
+            return None
+        self._tell_all_lanes()
+        return self._timeout(self._failed).ranks
+
+    @property
+    def memory_bytes(self) -> int:
+        """Symmetric memory, and what lanes and their kernels keep beside it; nothing is allocated later but results."""
+        beside = sum(lane.memory_bytes - lane.buffer.numel() for lane in self.lanes)
+        return self.memory.memory_bytes + beside
+
+    def require_usable(self) -> None:
+        """Raises what kernels reported on any lane."""
+        for lane in range(len(self.lanes)):
+            self.raise_failure(lane)
 
 
 def row_like(out: torch.Tensor) -> torch.Tensor:
@@ -276,6 +501,8 @@ class DirectRound(Dispatched):
         return tokens, overflow
 
     def _begin_combine(self, expert_out: torch.Tensor, out: torch.Tensor, weighted: bool) -> Callable[[], None]:
+        if self._rounds.takers is not None:
+            expert_out = self._rounds.config.as_floats(expert_out)
         tensors = self._lane_of_records if weighted else None
         as_they_are = weighted and expert_out.dtype == torch.uint8
         return self._rounds.begin_combine(self.lane, expert_out, self._dtype, out, None, tensors, as_they_are)
@@ -299,17 +526,24 @@ class DirectRound(Dispatched):
     @property
     def dispatch_traffic(self) -> Traffic:
         self._require_latest()
-        config, layout = self._rounds.config, self._tensors.layout
+        rounds, layout = self._rounds, self._tensors.layout
+        near = layout.WORLD if rounds.takers is None else len({*rounds.takers})
         counts = SendPlan.of(self._sent_ids(), layout.NUM_EXPERTS, layout.WORLD).counts
-        return self._traffic(counts, *config.dispatch_bytes("direct", layout.WORLD, self._num_sent, self._dtype))
+        sizes = rounds.config.dispatch_bytes("direct", near, self._num_sent, self._dtype)
+        return self._traffic(counts, *sizes) + rounds.crossing(self, DISPATCH)
 
     @property
     def combine_traffic(self) -> Traffic:
         self._require_latest()
-        config, layout = self._rounds.config, self._tensors.layout
+        rounds, layout = self._rounds, self._tensors.layout
         sums = self._tensors.positions if layout.INVARIANT else self._tensors.positions[:, :1]
         sent = (sums >= 0).view(layout.WORLD, -1).sum(1).tolist()
-        return self._traffic(sent, *config.combine_bytes("direct", layout.WORLD, self._dtype))
+        sizes = rounds.config.combine_bytes("direct", layout.WORLD, self._dtype)
+        if rounds.takers is not None:  # who add the host's sums up before they cross
+            of_ranks = list(zip(rounds.takers, sent, strict=True))
+            sent = [sum(count for taker, count in of_ranks if taker == rank) for rank in range(layout.WORLD)]
+            sizes = layout.SUM_BYTES, 0
+        return self._traffic(sent, *sizes) + rounds.crossing(self, COMBINE)
 
     def _sent_ids(self) -> torch.Tensor:
         """The ids that this rank stored, int32 [tokens, top_k]."""

@@ -20,25 +20,18 @@ from thinwire.moe.gradients import GradientPlan, Wants
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, LEFT_OPEN, Lane
 
 
-class BackwardRounds(DirectRounds):
-    """Lanes on which gradients travel."""
-
-    phases = ("backward of combine", "backward of dispatch")
-    tagged_by = "round"
-
-
 class DirectPlan(GradientPlan):
     """What a rank dispatched in a round, and the lane on which its gradients travel.
 
     Args:
-        find_rounds: gives BackwardRounds, whose lanes have the numbers of those of forward; collective at first.
+        find_rounds: gives rounds of backward, whose lanes have the numbers of those of forward; collective at first.
         d: the round.
         topk_ids, topk_weights: what was dispatched, float32 weights; nobody else may write into them.
     """
 
     def __init__(
         self,
-        find_rounds: Callable[[], BackwardRounds],
+        find_rounds: Callable[[], DirectRounds],
         d: Dispatched,
         wants: Wants,
         topk_ids: torch.Tensor,
@@ -54,7 +47,7 @@ class DirectPlan(GradientPlan):
         self._open: Dispatched | None = None
 
     @property
-    def _rounds(self) -> BackwardRounds:
+    def _rounds(self) -> DirectRounds:
         if self._known_rounds is None:
             self._known_rounds = self._find_rounds()
         return self._known_rounds

@@ -10,7 +10,7 @@ from thinwire.comm.memory.symmetric import HEAPS, held_bytes
 from thinwire.comm.tensors import is_int
 from thinwire.errors import ArgumentError, TransportUnavailable
 from thinwire.moe.config import ParallelSettings
-from thinwire.moe.direct_lanes import lanes_bytes
+from thinwire.triton_kernels.round_layout import Lane
 from thinwire.wire import WireFormat
 
 
@@ -96,23 +96,26 @@ def plan_memory(
         if transport == "direct":
             raise TransportUnavailable(f"ExpertParallel cannot take the direct transport: {reason}")
         return MemoryPlan("staged", reason, 0, 0, 0)
-    if heap == "cuda":
-        layout = settings.lane_layout(ranks)
-        symmetric = held_bytes(heap, lanes * layout.NUM_BYTES, ranks)
-        forward = lanes_bytes(layout, lanes, rank, align, heap)
-        backward = lanes_bytes(settings.of_backward.lane_layout(ranks, weight_grads=True), lanes, rank, align, heap)
-    else:
-        from thinwire.moe import pulled  # it loads numba
-
-        shared = settings.pulled_layout(ranks)
-        symmetric = held_bytes(heap, pulled.shared_bytes(shared, lanes, ranks), ranks)
-        forward = pulled.lanes_bytes(shared, lanes, rank, align, heap)
-        shared = settings.of_backward.pulled_layout(ranks, weight_grads=True)
-        backward = pulled.lanes_bytes(shared, lanes, rank, align, heap)
+    symmetric, bookkeeping = _bytes_of_lanes(settings, False, ranks, rank, heap)
     return MemoryPlan(
         "direct",
         "as asked for" if transport == "direct" else "every rank is taken to map every peer's memory",
         symmetric,
-        forward - symmetric,
-        backward,
+        bookkeeping,
+        sum(_bytes_of_lanes(settings.of_backward, True, ranks, rank, heap)),
     )
+
+
+def _bytes_of_lanes(settings: ParallelSettings, backward: bool, ranks: int, rank: int, heap: str) -> tuple[int, int]:
+    """Symmetric memory of lanes, with what its heap needs beside it; and what routing and kernels keep."""
+    if heap == "cuda":
+        layout = settings.lane_layout(ranks, weight_grads=backward)
+        shared, beside = settings.lanes * layout.NUM_BYTES, Lane.bytes_beside(layout, rank, settings.align)
+    else:
+        from thinwire.moe.pulled import shared_bytes  # both load numba
+        from thinwire.triton_kernels.cpu.lane import PulledLane
+
+        of_cpus = settings.pulled_layout(ranks, weight_grads=backward)
+        shared = shared_bytes(of_cpus, settings.lanes, ranks)
+        beside = PulledLane.bytes_beside(of_cpus, rank, settings.align)
+    return held_bytes(heap, shared, ranks), settings.lanes * beside

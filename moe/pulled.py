@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 
-from thinwire.comm.memory.symmetric import SymmetricMemory, held_bytes
+from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.errors import LaneError, PeerTimeout, RoutingError, ThinwireError
 from thinwire.fused.pulled import Board, PulledTransport
 from thinwire.moe.config import ParallelConfig
-from thinwire.moe.direct import DirectRound
+from thinwire.moe.direct import DirectRound, Lanes
 from thinwire.moe.direct_gradients import DirectPlan
-from thinwire.moe.direct_lanes import Lanes
 from thinwire.moe.dispatched import Dispatched
-from thinwire.moe.round_transport import left_open
+from thinwire.moe.round_transport import disagreement, left_open
 from thinwire.triton_kernels.cpu import rounds
 from thinwire.triton_kernels.cpu.lane import REFUSED, PulledLane, PulledLayout
 from thinwire.triton_kernels.cpu.lines import board_bytes
@@ -31,6 +30,7 @@ from thinwire.triton_kernels.round_layout import (
     DTYPE_BITS,
     DTYPE_CODES,
     LEFT_OPEN,
+    WITH_SUMS,
     aligned,
 )
 from thinwire.wire import WireFormat
@@ -45,18 +45,6 @@ CLOSED = "this ExpertParallel was closed while this call was under way"
 def shared_bytes(layout: PulledLayout, lanes: int, ranks: int) -> int:
     """Bytes of each rank's shared memory: the board of so many ranks, and the lanes."""
     return aligned(board_bytes(ranks, lanes)) + lanes * layout.NUM_BYTES
-
-
-def lanes_bytes(layout: PulledLayout, lanes: int, rank: int, align: int, heap: str) -> int:
-    """What `PulledRounds.memory_bytes` will be of lanes that are not allocated yet, on one host.
-
-    Args:
-        layout: of each lane.
-        rank: whose; ranks may own different numbers of experts.
-        heap: "posix" or "threads".
-    """
-    shared = held_bytes(heap, shared_bytes(layout, lanes, layout.WORLD), layout.WORLD)
-    return shared + lanes * PulledLane.bytes_beside(layout, rank, align)
 
 
 class PulledRounds(PulledTransport, Lanes):
@@ -94,7 +82,7 @@ class PulledRounds(PulledTransport, Lanes):
             self, "ExpertParallel", memory.among(members), place, config.peer_timeout, comm.voters, config.lanes,
             crowded,
         )  # fmt: skip
-        self.begin_rounds(config, reason)
+        self.begin_rounds(config, reason, backward=layout.WEIGHT_GRADS > 0)
         self.members, self.size = members, comm.size
         self._ids_are_experts = rounds.ids_are_experts
         self.kernels: Any = rounds
@@ -158,9 +146,6 @@ class PulledRounds(PulledTransport, Lanes):
             self._drop(lane)
             raise error
         del held
-        return self._round(lane, x)
-
-    def _round(self, lane: int, x: torch.Tensor) -> Dispatched:
         return PulledRound(self, lane, x)
 
     def refuse(self, lane: int, why: int) -> None:
@@ -175,8 +160,7 @@ class PulledRounds(PulledTransport, Lanes):
         held = self._begin_leg(lane)
         self.kernels.tell(self.lanes[lane], end)
         self._open[lane] = False
-        self._await(lane, COMBINE)
-        self.kernels.take(self.lanes[lane])
+        self._bring_home(lane, end, None, None)()
         del held
 
     def begin_combine(
@@ -202,17 +186,31 @@ class PulledRounds(PulledTransport, Lanes):
         self.kernels.send_sums(self.lanes[lane], expert_out, dtype, *terms, of_rows, as_they_are)
         self._open[lane] = False
         del held
+        return self._bring_home(lane, WITH_SUMS, out, of_tokens)
 
-        def end() -> None:
+    def _bring_home(
+        self, lane: int, end: int, out: torch.Tensor | None, of_tokens: torch.Tensor | None
+    ) -> Callable[[], None]:
+        """The rest of a leg in which this rank has told its host how it ends the round. The wait fills `out`, if any.
+
+        Args:
+            end: ABANDONED, WITH_SUMS or LEFT_OPEN.
+        """
+        phase = self.config.comm.recorder.phase
+
+        def sum_at_home() -> None:
             phase("wait for peers")
             held = self._await(lane, COMBINE)
+            if out is None:
+                self.kernels.take(self.lanes[lane])
+                return
             phase("sum at home")
             if self.kernels.sum_home(self.lanes[lane], out, of_tokens):
                 said = self.lanes[lane].said
                 raise left_open(lane, (said == LEFT_OPEN).nonzero()[:, 0].tolist())
             del held
 
-        return end
+        return sum_at_home
 
     def _drop(self, lane: int) -> None:
         """Ends a round of which nothing was read. The wait for the others is left to the next leg.
@@ -231,11 +229,15 @@ class PulledRounds(PulledTransport, Lanes):
         self.kernels.take(self.lanes[lane])
         self._due[lane] = None
 
+    def _hold(self) -> Board:
+        """What keeps the memory mapped, whoever closes it meanwhile; LaneError once it is closed."""
+        if self._board is None:
+            raise LaneError(CLOSED)
+        return self._board
+
     def _await(self, lane: int, phase: int) -> Board:
         """Waits for the next line of every rank; gives what keeps the memory mapped."""
-        held = self._board
-        if held is None:
-            raise LaneError(CLOSED)
+        held = self._hold()
         try:
             self.await_peers(lane, self._everyone, self.rounds_begun[lane], phase, lane, _ADVICE)
         except PeerTimeout:
@@ -263,9 +265,10 @@ class PulledRounds(PulledTransport, Lanes):
 
     def _mismatch(self, lane: int) -> RoutingError:
         tensors = self.lanes[lane]
-        told = {rank: (int(tensors.counts[rank]), int(tensors.said[rank])) for rank in self.members}
-        refusals = {rank: REFUSED - word for rank, (_, word) in told.items() if word < 0}
-        return self.mismatch_of(lane, refusals, told)
+        words = {rank: int(tensors.said[rank]) for rank in self.members}
+        refusals = {rank: REFUSED - word for rank, word in words.items() if word < 0}
+        told = {rank: (int(tensors.counts[rank]), word) for rank, word in words.items()}
+        return disagreement(lane, refusals, told, self.tagged_by, tensors.layout.MAX_TOKENS)
 
     @property
     def lost(self) -> tuple[int, ...] | None:
@@ -316,6 +319,8 @@ class PulledRound(DirectRound):
         return made
 
     def _begin_combine(self, expert_out: torch.Tensor, out: torch.Tensor, weighted: bool) -> Callable[[], None]:
+        if self._rounds.takers is not None:
+            expert_out = self._rounds.config.as_floats(expert_out)
         terms: Terms = self._terms_of_records if weighted else (None, None)
         as_they_are = weighted and expert_out.dtype == torch.uint8
         return self._rounds.begin_combine(self.lane, expert_out, self._dtype, out, None, terms, as_they_are)
@@ -333,13 +338,6 @@ class PulledRound(DirectRound):
 
     def _sent_ids(self) -> torch.Tensor:
         return self._tensors.part()["ids"][: self._num_sent]
-
-
-class PulledBackward(PulledRounds):
-    """Lanes on which gradients travel."""
-
-    phases = ("backward of combine", "backward of dispatch")
-    tagged_by = "round"
 
 
 class PulledPlan(DirectPlan):

@@ -14,7 +14,9 @@ from thinwire.comm.exchange import name_ranks
 from thinwire.comm.tensors import is_plain
 from thinwire.errors import CapacityError, LaneError, RoutingError, ThinwireError
 from thinwire.moe.config import ParallelConfig
-from thinwire.triton_kernels.round_layout import LEFT_OPEN
+from thinwire.moe.gradients import describe_tag
+from thinwire.triton_kernels.round_layout import DTYPE_BITS, DTYPE_CODES, LEFT_OPEN
+from thinwire.wire import Traffic
 
 OVERTAKEN = "a later dispatch took its lane; end it before that, or use another lane (lanes=)"
 FORGOTTEN = (
@@ -45,6 +47,13 @@ def refused_by(refusals: Mapping[int, int]) -> str:
     )
 
 
+def named_legs(backward: bool) -> tuple[tuple[str, str], str]:
+    """What errors call the legs on a lane, by DISPATCH and COMBINE, and what a tag there numbers."""
+    if backward:
+        return ("backward of combine", "backward of dispatch"), "round"
+    return ("dispatch", "combine"), "layer"
+
+
 class OnLane:
     """What a lane is in use for: a Dispatched, which may be read and combined, or a Started, to be finished."""
 
@@ -61,6 +70,8 @@ class Rounds:
 
     name: str  # the transport's
     on_gpu = False  # whether calls return before the device is done, of which the host then knows nothing
+    tagged_by = "layer"  # what a tag numbers
+    takers: Sequence[int] | None = None  # over two levels: of each rank, who of this host takes its rows here
 
     def __init__(self, config: ParallelConfig, reason: str, lack: type[ThinwireError] | None = None) -> None:
         self.config = config
@@ -127,6 +138,10 @@ class Rounds:
     def describe(self) -> str:
         """What it is and why, for `explain`."""
         raise NotImplementedError
+
+    def crossing(self, d: Any, phase: int) -> Traffic:
+        """What a leg of a round sends to other hosts, over two levels."""
+        return Traffic(0, 0, 0)
 
     @property
     def lost(self) -> tuple[int, ...] | None:
@@ -209,4 +224,26 @@ def left_open(lane: int, ranks: Iterable[int]) -> RoutingError:
     return RoutingError(
         f"lane {lane}: {name_ranks(ranks)} left this round open and went on to the next dispatch, so the sums of the "
         "experts there are missing; the round is over, and all ranks may go on"
+    )
+
+
+def disagreement(
+    lane: int, refusals: Mapping[int, int], told: Mapping[int, tuple[int, int]], tagged_by: str, max_tokens: int
+) -> RoutingError:
+    """What ranks that do not dispatch alike get.
+
+    Args:
+        refusals: of the ranks that refused what they were given, if any, a `refusal_of`.
+        told: of each rank, its number of tokens, and the word of their dtype and tag.
+        tagged_by: see `named_legs`.
+    """
+    if refusals:
+        return RoutingError(f"lane {lane}: {refused_by(refusals)}")
+    names, described = {code: str(dtype) for dtype, code in DTYPE_CODES.items()}, []
+    for rank, (tokens, word) in told.items():
+        dtype = names.get(word & (1 << DTYPE_BITS) - 1, "an unknown dtype")
+        described.append(f"rank {rank} {tokens} tokens of {dtype} with {describe_tag(word >> DTYPE_BITS, tagged_by)}")
+    return RoutingError(
+        f"lane {lane}: all ranks of a round need the same dtype and {tagged_by}, at most {max_tokens} tokens, and must "
+        f"want the same gradients, those without tokens too; they dispatched: {', '.join(described)}"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -22,11 +23,20 @@ from thinwire.wire import Traffic
 _REFUSED = 2**63 - MOST_REFUSALS  # and from there on, in place of a count: the rank raised
 
 
+class Messages(NamedTuple):
+    """Views of a dispatch's messages, uint8 [n, message_bytes]."""
+
+    records: torch.Tensor  # uint8 [n, row_bytes]
+    ids: torch.Tensor  # int32 [n, top_k]
+    weights: torch.Tensor  # int32 [n, words of top_k weights], or floats
+    numbers: torch.Tensor  # int32 [n], of the tokens at their source
+    rest: torch.Tensor  # int32, zero
+
+
 class StagedRounds(Rounds):
     """Counts are exchanged first; both sides derive the order of records from ids alone."""
 
     name = "staged"
-    tagged_by = "layer"
 
     def __init__(self, config: ParallelConfig, reason: str, lack: type[ThinwireError] | None = None) -> None:
         super().__init__(config, reason, lack)
@@ -41,40 +51,69 @@ class StagedRounds(Rounds):
         phase("plan")
         ids, weights = merge_repeated_experts(topk_ids, topk_weights, config.weight_dtype)
         sends = SendPlan.of(ids, config.num_experts, config.comm.size)
-        phase("exchange counts")
-        recv_counts = self.exchange_counts(sends.counts, x.dtype, tag)
-        row_bytes, record_bytes = config.wire.row_bytes(config.hidden_size, x.dtype), config.message_bytes(x.dtype)
-        id_words = slice(row_bytes // 4, row_bytes // 4 + config.top_k)
-        weight_words = slice(id_words.stop, id_words.stop + config.top_k * config.weight_dtype.itemsize // 4)
-        number_word = weight_words.stop
-        slots = dense_segments(sends.counts)
 
-        def pack(start: int, stop: int, records: torch.Tensor) -> None:
-            tokens = sends.tokens[slots.row_index(start, stop, x.device)]
-            config.dispatch_backend.pack_rows(x, config.wire, tokens, records[:, :row_bytes])
-            tail = records.view(torch.int32)
-            tail[:, id_words] = ids[tokens]
-            tail[:, weight_words] = weights[tokens].view(torch.int32)
-            tail[:, number_word] = tokens
-            tail[:, number_word + 1 :] = 0
+        def pack(tokens: torch.Tensor, records: torch.Tensor) -> None:
+            config.dispatch_backend.pack_rows(x, config.wire, tokens, records)
 
-        label = f"dispatch {config.wire!r} {x.dtype}"
-        exchange = StagedExchange.post(config.comm, sends.counts, recv_counts, record_bytes, pack, label)
+        exchange, recv_counts = self.post_tokens(sends, ids, weights, x.dtype, tag, pack)
 
         def end() -> Dispatched:
-            arrived = exchange.wait()
+            arrived = self.read_tokens(exchange.wait(), x.dtype)
             phase("routing")
-            words = arrived.view(torch.int32)
-            arrived_weights = _floats(words[:, weight_words], config.weight_dtype)
-            arrival = ArrivalPlan.of(words[:, id_words], arrived_weights, config.local_places, config.align)
-            numbers = words[:, number_word]
-            rows = arrived[:, :row_bytes]
-            d = self._open[lane] = StagedRound(self, lane, x, sends, recv_counts, rows, arrival, numbers)
+            arrival = ArrivalPlan.of(arrived.ids, arrived.weights, config.local_places, config.align)
+            d = self._open[lane] = StagedRound(
+                self, lane, x, sends, recv_counts, arrived.records, arrival, arrived.numbers
+            )
             if config.invariant:
                 d.home = SendPlan.of_experts(ids, config.num_experts, config.comm.size)
             return d
 
         return end
+
+    def post_tokens(
+        self,
+        sends: SendPlan,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        dtype: torch.dtype,
+        tag: int,
+        pack: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> tuple[StagedExchange, list[int]]:
+        """Exchanges counts, and posts a message for each record of a plan. Gives what is under way, and peers' counts.
+
+        Args:
+            ids, weights: merged, of all tokens.
+            dtype, tag: of the round, which all ranks must have in common.
+            pack: `pack(tokens, records)` fills uint8 [n, row_bytes] with the records of tokens, int64 [n].
+        """
+        self.config.comm.recorder.phase("exchange counts")
+        counts, slots = self.exchange_counts(sends.counts, dtype, tag), dense_segments(sends.counts)
+
+        def fill(start: int, stop: int, messages: torch.Tensor) -> None:
+            tokens, parts = sends.tokens[slots.row_index(start, stop, ids.device)], self._parts(messages, dtype)
+            pack(tokens, parts.records)
+            parts.ids.copy_(ids[tokens])
+            parts.weights.copy_(weights[tokens].view(torch.int32))
+            parts.numbers.copy_(tokens)
+            parts.rest.zero_()
+
+        label, size = f"dispatch {self.config.wire!r} {dtype}", self.config.message_bytes(dtype)
+        return StagedExchange.post(self.config.comm, sends.counts, counts, size, fill, label), counts
+
+    def read_tokens(self, messages: torch.Tensor, dtype: torch.dtype) -> Messages:
+        """What messages that came hold, with the weights as floats."""
+        parts = self._parts(messages, dtype)
+        return parts._replace(weights=_floats(parts.weights, self.config.weight_dtype))
+
+    def _parts(self, messages: torch.Tensor, dtype: torch.dtype) -> Messages:
+        config = self.config
+        row_bytes, words = config.wire.row_bytes(config.hidden_size, dtype), messages.view(torch.int32)
+        weights = row_bytes // 4 + config.top_k
+        number = weights + config.top_k * config.weight_dtype.itemsize // 4
+        return Messages(
+            messages[:, :row_bytes], words[:, row_bytes // 4 : weights], words[:, weights:number], words[:, number],
+            words[:, number + 1 :],
+        )  # fmt: skip
 
     def is_open(self, lane: int) -> bool:
         return self._open[lane] is not None

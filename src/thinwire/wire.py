@@ -259,6 +259,10 @@ class WireFormat:
         return _round_up(self.scales_offset(hidden, dtype), self.alignment)
 
 
+#: Rows travel as they are.
+EXACT = WireFormat("none")
+
+
 @dataclass(frozen=True)
 class Traffic:
     """What one leg sends from a rank to other ranks; rows that stay are not counted.
@@ -290,6 +294,12 @@ class Traffic:
         """
         rows = sum(counts) - counts[rank]
         return cls(rows, rows * hidden * dtype.itemsize, rows * record_bytes + beside)
+
+    def __add__(self, other: Traffic) -> Traffic:
+        """Both together."""
+        return Traffic(
+            self.rows + other.rows, self.logical_bytes + other.logical_bytes, self.wire_bytes + other.wire_bytes
+        )
 
 
 def default_wire(columns: int) -> str:

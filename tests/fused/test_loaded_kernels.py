@@ -35,7 +35,7 @@ from thinwire.fused.collective import DirectCollectives, collective_layout
 from thinwire.fused.device_channel import DeviceChannel
 from thinwire.fused.direct_transport import DirectTransport, compiled_for
 from thinwire.fused.pulled_legs import open_legs
-from thinwire.moe.direct_gradients import BackwardRounds
+from thinwire.moe.direct import DirectRounds
 from thinwire.moe.dispatched import Dispatched
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels.launch import Launcher
@@ -204,7 +204,7 @@ def on_a_device(request: pytest.FixtureRequest) -> Iterator[tuple[Device, Callab
 
 
 @pytest.fixture
-def lanes_on_a_device() -> Iterator[tuple[Device, BackwardRounds]]:
+def lanes_on_a_device() -> Iterator[tuple[Device, DirectRounds]]:
     """The device, and two lanes for gradients."""
     with (
         tw.init() as comm,
@@ -217,7 +217,7 @@ def lanes_on_a_device() -> Iterator[tuple[Device, BackwardRounds]]:
         rounds.close()
 
 
-def _begin(rounds: BackwardRounds, lane: int, tokens: int) -> Callable[[], Dispatched]:
+def _begin(rounds: DirectRounds, lane: int, tokens: int) -> Callable[[], Dispatched]:
     ids = torch.zeros(tokens, 2, dtype=torch.int64)
     return rounds.begin(lane, torch.zeros(tokens, HIDDEN), ids, torch.zeros(tokens, 2), 0)
 

@@ -17,11 +17,10 @@ from tests.helpers.speeds import exhaustive_but
 from tests.helpers.wires import assert_same_bits
 from thinwire import ExpertParallel
 from thinwire.comm import Communicator
-from thinwire.comm.hosts import Hosts, forwarder, hosts_of
+from thinwire.comm.hosts import Hosts, forwarder, hosts_of, served_by
 from thinwire.errors import CapacityError, LaneError, PeerTimeout, TransportUnavailable
 from thinwire.fused import staged
 from thinwire.moe.two_level import TwoLevelRounds
-from thinwire.moe.two_level_lanes import served_by
 from thinwire.testing import RankError, run_ranks
 from thinwire.wire import WireFormat
 

@@ -21,7 +21,6 @@ from thinwire.errors import TransportUnavailable
 from thinwire.fused.backend import require_wire_support
 from thinwire.fused.channel import channel_layout
 from thinwire.fused.collective import collective_layout
-from thinwire.moe.two_level_lanes import EXACT
 from thinwire.triton_kernels import all_to_all_v, collective, combine, dispatch, pack, permute, reach, sums
 from thinwire.triton_kernels.expert_gemm import INNER_WIRE, expert_gemm
 from thinwire.triton_kernels.forward import forward_tokens
@@ -38,7 +37,7 @@ from thinwire.triton_kernels.list_records import list_records
 from thinwire.triton_kernels.record import RecordLayout
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH
 from thinwire.triton_kernels.small_collective import in_one_launch
-from thinwire.wire import WireFormat
+from thinwire.wire import EXACT, WireFormat
 from verification.ahead_of_time.harness import (
     TARGETS,
     Launch,

@@ -63,7 +63,7 @@ bool goal_reached;
 byte gave_up;
 #endif
 
-/* A peer that gave up on another lane is not to blame: moe/direct_lanes.py _tell_all_lanes looks there afterwards. */
+/* A peer that gave up on another lane is not to blame: moe/direct.py _tell_all_lanes looks there afterwards. */
 #if LANES == 1 || defined(BROKEN_STUCK_PER_LANE)
 #define EXCUSED(peer) false
 #else
@@ -127,7 +127,7 @@ give_up: /* triton_kernels/signal.py give_up */
             left[rank] = 0
         };
 #if LANES > 1
-        tell(1 - LANE); /* moe/direct_lanes.py _tell_all_lanes */
+        tell(1 - LANE); /* moe/direct.py _tell_all_lanes */
 #endif
 finished: skip
     } unless { dead && rank == VICTIM }

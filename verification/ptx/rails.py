@@ -16,16 +16,15 @@ import torch
 
 from tests.helpers.rounds import arrivals, home_weight_grads
 from tests.helpers.wires import assert_same_bits
-from thinwire.comm.hosts import Hosts, forwarder
-from thinwire.moe.rails import end_lines, write_end_lines
-from thinwire.moe.two_level_lanes import EXACT, served_by, two_level_layout
+from thinwire.comm.hosts import Hosts, forwarder, served_by
+from thinwire.moe.rails import end_lines, layout_of, write_end_lines
 from thinwire.triton_kernels import combine, dispatch, pack, permute, sums
 from thinwire.triton_kernels.codec_reference import quantize_reference
 from thinwire.triton_kernels.forward import forward_tokens
 from thinwire.triton_kernels.round_layout import COMBINE, DISPATCH, Lane, RoundLayout
 from thinwire.triton_kernels.signal import CONTROL_EPOCH, REPORT_STATUS, RUNNING, SIGNAL_FLAG, TIMED_OUT
 from thinwire.triton_kernels.sums import pack_weighted_sums_reference, sum_records_reference
-from thinwire.wire import WireFormat
+from thinwire.wire import EXACT, WireFormat
 from verification.ptx.device import Device
 from verification.ptx.rounds import Round, Rounds
 
@@ -58,12 +57,10 @@ class RailedRounds(Rounds):
             "combine_wire": formats,
         }  # fmt: skip
         config: Any = SimpleNamespace(
-            comm=SimpleNamespace(hosts=hosts, size=size), dispatch_backend=SimpleNamespace(name="triton"),
-            hidden_size=hidden, lane_layout=lambda world, **more: RoundLayout.of(
-                world=world, hidden=hidden, **known, **more
-            ), **known,
+            comm=SimpleNamespace(hosts=hosts, size=size), hidden_size=hidden, **known,
+            lane_layout=lambda world, **more: RoundLayout.of(world=world, hidden=hidden, **known, **more),
         )  # fmt: skip
-        layout = two_level_layout(config, weight_grads)
+        layout = layout_of(config, weight_grads)
         home_bytes = (layout.NUM_BYTES - layout.SUMS) // len(hosts)
         buffers = [torch.zeros(layout.NUM_BYTES, dtype=torch.uint8) for _ in range(size)]
         lanes = []

@@ -28,8 +28,7 @@ from tests.helpers.wires import DTYPES, WIRES, assert_same_bits
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import name_ranks
 from thinwire.errors import RoutingError
-from thinwire.moe.direct import DirectRounds
-from thinwire.moe.direct_lanes import RoundKernels
+from thinwire.moe.direct import DirectRounds, RoundKernels
 from thinwire.moe.dispatched import Dispatched
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.moe.pulled import PulledRounds

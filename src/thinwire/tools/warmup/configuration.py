@@ -18,8 +18,7 @@ from thinwire.fused.counts import dense_segments
 from thinwire.fused.device_channel import DeviceChannel
 from thinwire.fused.partition import LONG_ROW, SHORT_ROW
 from thinwire.moe.config import ParallelSettings
-from thinwire.moe.direct import launch_each
-from thinwire.moe.direct_lanes import RoundKernels
+from thinwire.moe.direct import RoundKernels, launch_each
 from thinwire.moe.routing import expert_range
 from thinwire.octets import as_bytes
 from thinwire.triton_kernels import collective_launches, combine, pack, sums
