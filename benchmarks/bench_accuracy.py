@@ -30,8 +30,7 @@ import torch
 
 from benchmarks import timing
 from thinwire.comm import Communicator
-from thinwire.fused.all_reduce import all_reduce
-from thinwire.fused.reduce_scatter import reduce_scatter
+from thinwire.fused.ops import all_reduce, reduce_scatter
 from thinwire.testing import run_ranks
 
 HIDDEN, ROWS = 7168, 8

@@ -30,8 +30,8 @@ from thinwire.comm import Communicator
 from thinwire.comm.call import Recorder
 from thinwire.comm.recorder import INSIDE, Entry
 from thinwire.errors import TransportUnavailable
-from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
+from thinwire.fused.ops import all_reduce
 from thinwire.wire import WireFormat
 
 COLUMNS = {"call": "s", "bytes": "d", "us off": ".2f", "us on": ".2f", "ratio": ".3f", "ns": ".0f"}

@@ -30,8 +30,8 @@ import torch.distributed as dist
 
 from benchmarks import timing
 from thinwire.comm import Communicator
-from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
+from thinwire.fused.ops import all_reduce
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
 

@@ -27,8 +27,8 @@ import torch
 
 from benchmarks import timing
 from thinwire.comm import Communicator
-from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
+from thinwire.fused.ops import all_reduce
 
 COLUMNS = {"call": "s", "late ms": ".1f", "cpu ms": ".2f", "after 1 ms": ".3f", "behind us": ".0f"}
 #: Share of a core that a wait may take after its first millisecond.

@@ -21,22 +21,14 @@ from thinwire.comm.work import Work
 from thinwire.errors import CountsError
 from thinwire.fields import OneOf
 from thinwire.fused.backend import select_backend
+from thinwire.fused.call import NUMBERS, RowCall, check_out, find
 from thinwire.fused.channel import PIECES, RecvBuffer, channel_layout
-from thinwire.fused.codec import named_wire, wire_of_rows
-from thinwire.fused.counts import (
-    Counts,
-    Segments,
-    equal_split,
-    new_rows,
-    parse_integers,
-    receive_segments,
-    send_segments,
-)
+from thinwire.fused.codec import named_wire
+from thinwire.fused.counts import Counts, new_rows, parse_integers, receive_segments, send_segments
 from thinwire.fused.device_channel import DeviceChannel
-from thinwire.fused.gradients import Operation
+from thinwire.fused.gradients import Operation, require_linear, with_gradient
 from thinwire.fused.operations import in_graphs
-from thinwire.fused.prepared import PreparedCall, check_out, prepared
-from thinwire.fused.staged_all_to_all import StagedRows
+from thinwire.fused.staged_collective import StagedRows
 from thinwire.fused.transport import Staged, choose, open_direct, uses_triton
 from thinwire.wire import WireFormat
 
@@ -152,130 +144,72 @@ def all_to_all_v(
     >>> comm.close()
     """
     comm = comm if type(comm) is Communicator else communicator_or_default(comm)
-    size = comm.size
-    call = prepared(
-        comm, PreparedAllToAllV, x, named_wire(wire), transport, bool(check),
-        None if send_counts is None else _parsed(send_counts, size, "send_counts"),
-        None if recv_counts is None else _parsed(recv_counts, size, "recv_counts"),
-        None if send_displs is None else _parsed(send_displs, size, "send_displs"),
-        None if recv_displs is None else _parsed(recv_displs, size, "recv_displs"),
-    )  # fmt: skip
-    return call(comm, x, out, async_op, grad_wire)
+    given, size = zip((send_counts, recv_counts, send_displs, recv_displs), NUMBERS, strict=True), comm.size
+    numbers = [None if values is None else _parsed(values, size, name) for values, name in given]
+    call = find(comm, RowCall, x, named_wire(wire), transport, bool(check), *numbers)
+    if not x.requires_grad or not torch.is_grad_enabled():
+        return _run(comm, call, x, out, async_op)
+    require_linear("all_to_all_v", out, async_op)
+    if call.receives is None:  # backward has to know how many rows come
+        numbers[1] = tuple(comm.exchange_counts(call.sends.counts))
+        call = find(comm, RowCall, x, call.wire, transport, call.check, *numbers)
+        assert call.receives is not None
+    displs = call.send_displs, call.recv_displs
+    back = _backward(x.shape, call.sends.counts, call.receives.counts, *displs, grad_wire, comm, transport, call.check)
+    return with_gradient(x, partial(_run, comm, call, out=None, async_op=False), back)
 
 
 def _parsed(values: Counts, size: int, name: str) -> tuple[int, ...]:
     if type(values) is list and _INTS.issuperset(map(type, values)):
-        return tuple(values)  # the usual case; how many and how large is asked where a call is prepared
+        return tuple(values)  # the usual case; how many and how large is asked where a call is made
     return tuple(parse_integers(values, size, name))
 
 
-class PreparedAllToAllV(PreparedCall):
-    """An all-to-all-v but for its tensors."""
-
-    def __init__(
-        self,
-        comm: Communicator,
-        x: torch.Tensor,
-        wire: str | WireFormat | None,
-        transport: str,
-        check: bool,
-        send_counts: Sequence[int] | None,
-        recv_counts: Sequence[int] | None,
-        send_displs: Sequence[int] | None,
-        recv_displs: Sequence[int] | None,
-    ) -> None:
-        super().__init__(comm, "all_to_all_v", x, [wire_of_rows(wire, x)], transport)
-        counts = send_counts, recv_counts, send_displs, recv_displs
-        names = "send_counts", "recv_counts", "send_displs", "recv_displs"
-        sends, receives, self._send_displs, self._recv_displs = (
-            None if values is None else parse_integers(values, comm.size, name)
-            for values, name in zip(counts, names, strict=True)
-        )
-        if sends is None:
-            if any(values is not None for values in counts):
-                raise CountsError("recv_counts, send_displs and recv_displs need send_counts, which was not passed")
-            sends = receives = equal_split(x.shape[0], comm.size)
-        self.wire, self._check = self.wires[0], check
-        self.sends, self.receives = send_segments(sends, self._send_displs, x.shape[0]), None
-        details: tuple[Any, ...] = ("send_counts", sends)
-        if receives is not None:
-            if not check and sends[comm.rank] != receives[comm.rank]:
-                raise CountsError(
-                    f"rank {comm.rank} sends itself {sends[comm.rank]} rows but expects {receives[comm.rank]}"
-                )
-            self.receives = receive_segments(receives, self._recv_displs, None)
-            self._rows = self.receives.rows
-            details += ("recv_counts", receives)
-        self._recorded = self.what, self.shape, self.dtype, self.wire, transport, details
-        self.tail, self._any_rows = x.shape[1:], (-1, *x.shape[1:])
-        self._carrier: DeviceChannel | PulledRows | StagedRows | None = None
-        self.route: Any = None  # of contiguous rows, on the direct transport
-
-    def reversible(self, comm: Communicator, x: torch.Tensor) -> PreparedAllToAllV:
-        """See `PreparedCall.reversible`: how many rows come."""
-        if self.receives is not None:
-            return self
-        sends = self.sends.counts
-        numbers = sends, comm.exchange_counts(sends), self._send_displs, self._recv_displs
-        parsed = (None if values is None else tuple(values) for values in numbers)
-        return prepared(comm, PreparedAllToAllV, x, self.wire, self.transport, self._check, *parsed)
-
-    def back(self, comm: Communicator, grad_wire: str | WireFormat) -> Operation:
-        """See `PreparedCall.back`: of what `reversible` gave."""
-        assert self.receives is not None
-        return _backward(
-            self.shape, self.sends.counts, self.receives.counts, self._send_displs, self._recv_displs, grad_wire,
-            comm, self.transport, self._check,
-        )  # fmt: skip
-
-    def run(
-        self, comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, async_op: bool
-    ) -> torch.Tensor | Work[torch.Tensor]:
-        """See `PreparedCall.run`."""
-        if out is not None:
-            check_out(self.what, x, out, self._any_rows, None)
-        placed = None if self.receives is None else self._place(comm, x, out, self.receives)
-        place = partial(self._place_counts, comm, x, out) if placed is None else None
-        with comm.call(*self._recorded) as call:
-            carrier = self._carrier or self._choose(comm)
-            call.takes(carrier.name)
-            if self._check:
-                expected = None if self.receives is None else self.receives.counts
-                counts = _compare_with_peers(x, self.sends, expected, self.wire, comm)
-                placed = placed or self._place_counts(comm, x, out, counts)
-            finish = carrier.begin(comm, self, x, placed, place, not async_op)
-            return comm.deliver(call, finish, x.device, async_op)
-
-    def _choose(self, comm: Communicator) -> DeviceChannel | PulledRows | StagedRows:
-        quantized = [self.wire] if self.wire.quantized else []
-        self._carrier = choose(
-            self.what, self.transport, comm, quantized, lambda: open_channel(comm, self.wire), StagedRows
-        )
-        return self._carrier
-
-    def _place_counts(
-        self, comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, counts: list[int]
-    ) -> RecvBuffer:
-        return self._place(comm, x, out, receive_segments(counts, self._recv_displs, None))
-
-    def _place(self, comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, receives: Segments) -> RecvBuffer:
-        """Where rows go."""
-        rows = self._rows if receives is self.receives else receives.rows
-        if out is None:
-            # Segments do not overlap: they leave gaps, which are zero, if the rows outnumber theirs.
-            zero = self._recv_displs is not None and rows != sum(receives.counts)
-            out = new_rows(x, rows, self.tail, zero, comm.result_memory)
-        elif rows > out.shape[0]:
-            receive_segments(receives.counts, self._recv_displs, out.shape[0])  # says which one does not fit
-        return RecvBuffer(receives, out)
+def _run(
+    comm: Communicator, call: RowCall, x: torch.Tensor, out: torch.Tensor | None, async_op: bool
+) -> torch.Tensor | Work[torch.Tensor]:
+    if out is not None:
+        check_out(call.name, x, out, call.out_shape, None)
+    place = partial(_place, comm, call, x, out)
+    placed = None if call.receives is None else place(call.receives.counts)
+    with comm.call(*call.recorded) as recorded:
+        carrier: DeviceChannel | PulledRows | StagedRows = call.carrier or _choose(comm, call)
+        recorded.takes(carrier.name)
+        if call.check:
+            counts = _compare_with_peers(comm, call)
+            placed = placed or place(counts)
+        finish = carrier.begin(comm, call, x, placed, None if placed else place, not async_op)
+        return comm.deliver(recorded, finish, x.device, async_op)
 
 
-def _compare_with_peers(
-    x: torch.Tensor, sends: Segments, counts: list[int] | None, wire: WireFormat, comm: Communicator
-) -> list[int]:
+def _choose(comm: Communicator, call: RowCall) -> DeviceChannel | PulledRows | StagedRows:
+    """The call's transport from now on."""
+    quantized, opened = [call.wire] if call.wire.quantized else [], partial(open_channel, comm, call.wire)
+    carrier = choose(call.name, call.transport, comm, quantized, opened, StagedRows)
+    call.carrier = carrier
+    return carrier
+
+
+def _place(
+    comm: Communicator, call: RowCall, x: torch.Tensor, out: torch.Tensor | None, counts: list[int]
+) -> RecvBuffer:
+    """Where so many rows of each rank go."""
+    receives = call.receives or receive_segments(counts, call.recv_displs, None)
+    rows = receives.rows if call.receives is None else call.rows
+    if out is None:
+        # Segments do not overlap: they leave gaps, which are zero, if the rows outnumber theirs.
+        zero = call.recv_displs is not None and rows != sum(receives.counts)
+        out = new_rows(x, rows, call.tail, zero, comm.result_memory)
+    elif rows > out.shape[0]:
+        receive_segments(receives.counts, call.recv_displs, out.shape[0])  # says which one does not fit
+    return RecvBuffer(receives, out)
+
+
+def _compare_with_peers(comm: Communicator, call: RowCall) -> list[int]:
     """Raises on every rank if two ranks disagree, else returns the receive counts."""
-    row = (list(x.shape[1:]), str(x.dtype), repr(wire))
-    everyone = comm.all_gather_data((sends.counts, counts, row), ([int], OneOf([int], None), ([int], str, str)))
+    expected = None if call.receives is None else call.receives.counts
+    row = (list(call.tail), str(call.dtype), repr(call.wire))
+    everyone = comm.all_gather_data((call.sends.counts, expected, row), ([int], OneOf([int], None), ([int], str, str)))
     for source, (sent, received, _) in enumerate(everyone):
         for told in (sent, received):
             if told is not None and (len(told) != comm.size or min(told) < 0):

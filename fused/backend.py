@@ -20,15 +20,6 @@ from thinwire.triton_kernels.cpu import BACKEND_VARIABLE, BACKENDS, HAS_NUMBA, J
 from thinwire.triton_kernels.launch import settle_cache_keys
 from thinwire.wire import WireFormat
 
-__all__ = [
-    "BACKEND_VARIABLE",
-    "Backend",
-    "reference_backend",
-    "require_wire_support",
-    "select_backend",
-    "select_expert_gemm",
-]
-
 _FP8_CAPABILITY = (8, 9)
 
 

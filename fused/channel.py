@@ -10,12 +10,13 @@ sends in this epoch, and raises `CountsError` at the end.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from thinwire.errors import CapacityError
 from thinwire.fused.backend import Backend, select_backend
+from thinwire.fused.call import RowCall
 from thinwire.fused.counts import Segments, dense_segments, new_rows
 from thinwire.triton_kernels.leg_layout import LegLayout
 from thinwire.wire import WireFormat
@@ -60,22 +61,6 @@ class RecvBuffer(NamedTuple):
 
 #: Makes the `RecvBuffer` from the counts, once they are known.
 Place = Callable[[list[int]], RecvBuffer]
-
-
-class RowCall(Protocol):
-    """What a transport asks of a `PreparedAllToAllV`, whose attributes these are.
-
-    Attributes:
-        tail: the shape of a row.
-        sends, receives: rows for each rank, within x, and from each, within the output; None where these are not known.
-        route: how contiguous rows go, once the direct transport knows: its own affair.
-    """
-
-    tail: torch.Size
-    sends: Segments
-    receives: Segments | None
-    wire: WireFormat
-    route: Any
 
 
 class Transfer:

@@ -17,8 +17,6 @@ from thinwire.errors import ArgumentError, WireFormatError
 from thinwire.fused.backend import Backend, select_backend
 from thinwire.wire import BLOCK, WIRE_VARIABLE, WireFormat, default_wire
 
-__all__ = ["FLOAT_DTYPES", "WIRE_VARIABLE", "WireRows", "dequantize", "quantize", "resolve_wire"]
-
 #: What a quantised wire carries.
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SHARED_BYTES = 8 << 20  # of the fewest rows that are worth a second thread

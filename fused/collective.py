@@ -22,11 +22,11 @@ from thinwire.comm.host_collectives import Setting
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError, ConfigMismatch, ThinwireError
 from thinwire.fused.backend import select_backend
+from thinwire.fused.call import CollectiveCall, flat, in_memory
 from thinwire.fused.counts import Segments
 from thinwire.fused.direct_transport import BEFORE_CAPTURE, CLOSED, LegTransport
 from thinwire.fused.partition import describe_mismatch, describe_signature, longest_record, signature_of
-from thinwire.fused.prepared import flat, in_memory
-from thinwire.fused.staged_collective import CollectiveCall, StagedCollectives
+from thinwire.fused.staged_collective import StagedCollectives
 from thinwire.fused.transport import Staged, open_direct, uses_triton
 from thinwire.triton_kernels import collective as kernels
 from thinwire.triton_kernels.launch import kept

@@ -3,7 +3,7 @@
     model = DistributedDataParallel(net)
     model.register_comm_hook(AllReduceState(comm), all_reduce_hook)
 
-Gradients are divided by the world size and summed by `thinwire.fused.all_reduce`, bucket by bucket, so that all ranks
+Gradients are divided by the world size and summed by `thinwire.all_reduce`, bucket by bucket, so that all ranks
 take the same step to the last bit. With error feedback, what quantising a rank's gradient lost in one step is added to
 its gradient in the next: errors then cancel over time instead of adding up. That costs a tensor as large as the
 gradients, and another pass over them.
@@ -19,8 +19,8 @@ from thinwire.comm import Communicator, communicator_or_default
 from thinwire.comm.calls import checked_programs
 from thinwire.compiler import opaque, require_flag
 from thinwire.errors import ArgumentError
-from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.codec import require_float, resolve_wire
+from thinwire.fused.ops import all_reduce
 from thinwire.fused.staged_collective import arrived
 from thinwire.fused.transport import check_transport
 from thinwire.wire import WireFormat

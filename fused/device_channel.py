@@ -30,10 +30,10 @@ from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Exchange
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.errors import CountsError, ThinwireError
+from thinwire.fused.call import in_memory
 from thinwire.fused.channel import FLAT_ROW, Place, RecvBuffer, RowCall, Transfer, outgoing_rows
 from thinwire.fused.counts import Segments
 from thinwire.fused.direct_transport import BEFORE_CAPTURE, CLOSED, LegTransport
-from thinwire.fused.prepared import in_memory
 from thinwire.fused.row_signature import describe_difference, signature_of
 from thinwire.octets import as_bytes
 from thinwire.triton_kernels import all_to_all_v as kernels

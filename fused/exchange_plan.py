@@ -21,11 +21,11 @@ from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError, CountsError, WireFormatError
 from thinwire.fused.all_to_all import all_to_all_v, open_channel
 from thinwire.fused.backend import select_backend
+from thinwire.fused.call import in_memory
 from thinwire.fused.codec import resolve_wire, wire_of_rows
 from thinwire.fused.counts import Counts, parse_integers
 from thinwire.fused.direct_transport import DirectTransport
 from thinwire.fused.gradients import require_linear, wants_gradient, with_gradient
-from thinwire.fused.prepared import in_memory
 from thinwire.fused.transport import check_transport, why_not_by_default
 from thinwire.wire import WireFormat
 

@@ -26,15 +26,14 @@ from thinwire.comm.exchange import Exchange
 from thinwire.comm.host_collectives import Setting
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.errors import CapacityError, ConfigMismatch, CountsError, ThinwireError
-from thinwire.fused.channel import FLAT_ROW, Place, RecvBuffer, RowCall, Transfer, outgoing_rows
+from thinwire.fused.call import CollectiveCall, RowCall, flat, in_memory
+from thinwire.fused.channel import FLAT_ROW, Place, RecvBuffer, Transfer, outgoing_rows
 from thinwire.fused.counts import Segments, dense_segments
 from thinwire.fused.direct_transport import CLOSED
 from thinwire.fused.partition import describe_mismatch, describe_signature, longest_record
 from thinwire.fused.partition import signature_of as signature_of_parts
-from thinwire.fused.prepared import flat, in_memory
 from thinwire.fused.pulled import PulledTransport
 from thinwire.fused.row_signature import describe_difference, signature_of
-from thinwire.fused.staged_collective import CollectiveCall
 from thinwire.fused.transport import Staged, open_direct
 from thinwire.triton_kernels.cpu import pull
 from thinwire.triton_kernels.cpu.codec import dtype_code, record_layout

@@ -21,10 +21,10 @@ from thinwire.comm.hosts import describe
 from thinwire.comm.memory.symmetric import SymmetricMemory, allocate
 from thinwire.errors import CapacityError, ThinwireError, TransportUnavailable
 from thinwire.fields import MOST_TEXT
-from thinwire.fused.backend import BACKEND_VARIABLE, select_backend
+from thinwire.fused.backend import select_backend
 from thinwire.fused.direct_transport import DirectTransport
 from thinwire.triton_kernels.compat import HAS_TRITON
-from thinwire.triton_kernels.cpu import HAS_NUMBA, JIT_DISABLED
+from thinwire.triton_kernels.cpu import BACKEND_VARIABLE, HAS_NUMBA, JIT_DISABLED
 from thinwire.triton_kernels.launch import settle_cache_keys
 from thinwire.wire import WireFormat
 

@@ -23,12 +23,12 @@ from thinwire.comm.calls import Attachment
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.hosts import describe
 from thinwire.errors import ThinwireError
+from thinwire.fused.call import CollectiveCall, flat
 from thinwire.fused.collective import KEY
 from thinwire.fused.counts import Segments, dense_segments
 from thinwire.fused.partition import row_elements, signature_of
-from thinwire.fused.prepared import flat
 from thinwire.fused.staged import cut_pieces
-from thinwire.fused.staged_collective import CollectiveCall, GatherLeg, ScatterLeg, StagedCollectives
+from thinwire.fused.staged_collective import GatherLeg, ScatterLeg, StagedCollectives
 from thinwire.fused.transport import Staged, uses_triton, why_not_two_levels
 from thinwire.triton_kernels.leg_layout import ALL_GATHER, REDUCE_SCATTER
 from thinwire.wire import EXACT, WireFormat

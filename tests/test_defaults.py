@@ -14,6 +14,7 @@ pytest.importorskip("numba", reason="the direct transport of CPU ranks needs num
 import torch
 
 import thinwire as tw
+from tests.helpers.collectives import COLLECTIVES
 from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.testing import run_ranks
@@ -64,13 +65,11 @@ def _calls(comm: Communicator, transport: str, wire: str) -> list[Callable[[], l
         assert inputs[0].grad is not None and inputs[1].grad is not None
         return [y.detach(), inputs[0].grad, inputs[1].grad]
 
+    collectives: list[Any] = [lambda function=function: [function(x, **options)] for function in COLLECTIVES]
     return [
         there_and_back,
-        lambda: [tw.all_reduce(x, **options)],
-        lambda: [tw.all_to_all_v(x, **options)],
+        *collectives,
         lambda: [tw.all_to_all_v(x, [4] * comm.size, **options)],
-        lambda: [tw.all_gather(x, **options)],
-        lambda: [tw.reduce_scatter(x, **options)],
         lambda: [comm.barrier() or x],  # type: ignore[func-returns-value]
         lambda: comm.all_gather_object(x),
         lambda: [tw.dequantize(tw.quantize(x, "int8"), torch.float32)],

@@ -4,6 +4,7 @@ accepted. Where a docstring states TypeError or ValueError, that may come out, t
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import pickle
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import thinwire as tw
+from tests.helpers.collectives import COLLECTIVES
 from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.moe import received
@@ -110,13 +112,10 @@ def _collectives(comm: Communicator, transport: str) -> None:
     common = {"comm": comm, "transport": transport}
     shape = (4, HIDDEN)
     numbers = dict(ODD_NUMBERS)
-    for function in (tw.all_reduce, tw.reduce_scatter, tw.all_gather, tw.all_gather_v, tw.all_to_all_v):
+    for function in COLLECTIVES:
         odd = {"x": odd_tensors(shape, torch.float32), "out": odd_tensors(shape, torch.float32)}
         odd |= dict.fromkeys(("wire", "transport", "comm", "async_op"), numbers)
-        if function in (tw.all_reduce, tw.reduce_scatter):
-            odd["op"] = numbers
-        if function is tw.all_reduce:
-            odd["gather_wire"] = numbers
+        odd |= {name: numbers for name in ("op", "gather_wire") if name in inspect.signature(function).parameters}
         if function is tw.all_gather_v:
             odd["counts"] = numbers | odd_tensors((1,), torch.int64)
         good = {"x": torch.ones(shape), **common}
@@ -177,7 +176,7 @@ def test_collectives(transport: str) -> None:
 
 def test_a_scalar_that_wants_a_gradient_is_refused_as_any_scalar() -> None:
     with tw.init():
-        for function in (tw.all_gather, tw.all_gather_v, tw.all_reduce, tw.reduce_scatter, tw.all_to_all_v):
+        for function in COLLECTIVES:
             for x in (torch.tensor(1.0), torch.tensor(1.0, requires_grad=True)):
                 with pytest.raises(tw.CountsError, match="at least 1 dimension"):
                     function(x)

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from thinwire.comm import init as init
     from thinwire.comm.layout import Layout as Layout
     from thinwire.errors import *  # noqa: F403
-    from thinwire.fused.all_gather import all_gather as all_gather
-    from thinwire.fused.all_gather import all_gather_v as all_gather_v
-    from thinwire.fused.all_reduce import all_reduce as all_reduce
     from thinwire.fused.all_to_all import all_to_all_v as all_to_all_v
     from thinwire.fused.codec import WireRows as WireRows
     from thinwire.fused.codec import dequantize as dequantize
@@ -28,8 +25,11 @@ if TYPE_CHECKING:
     from thinwire.fused.ddp import all_reduce_hook as all_reduce_hook
     from thinwire.fused.exchange_plan import ExchangePlan as ExchangePlan
     from thinwire.fused.int8_reduce import int8_all_to_all_reduce as int8_all_to_all_reduce
+    from thinwire.fused.ops import all_gather as all_gather
+    from thinwire.fused.ops import all_gather_v as all_gather_v
+    from thinwire.fused.ops import all_reduce as all_reduce
+    from thinwire.fused.ops import reduce_scatter as reduce_scatter
     from thinwire.fused.redistribute import redistribute as redistribute
-    from thinwire.fused.reduce_scatter import reduce_scatter as reduce_scatter
     from thinwire.moe.checkpoint import load_checkpoint as load_checkpoint
     from thinwire.moe.checkpoint import save_checkpoint as save_checkpoint
     from thinwire.moe.clipping import clip_grad_norm_ as clip_grad_norm_
@@ -52,15 +52,13 @@ _MODULES = {
     "comm.layout": "Layout",
     "errors": "ArgumentError CapacityError CheckpointError ConfigMismatch CountsError LaneError "
     "LayoutError PeerTimeout RankTableError RoutingError ThinwireError TransportUnavailable WireFormatError",
-    "fused.all_gather": "all_gather all_gather_v",
-    "fused.all_reduce": "all_reduce",
     "fused.all_to_all": "all_to_all_v",
     "fused.codec": "WireRows dequantize quantize",
     "fused.ddp": "AllReduceState all_reduce_hook",
     "fused.exchange_plan": "ExchangePlan",
     "fused.int8_reduce": "int8_all_to_all_reduce",
+    "fused.ops": "all_gather all_gather_v all_reduce reduce_scatter",
     "fused.redistribute": "redistribute",
-    "fused.reduce_scatter": "reduce_scatter",
     "moe.checkpoint": "load_checkpoint save_checkpoint",
     "moe.clipping": "clip_grad_norm_",
     "moe.dispatched": "Dispatched",

@@ -27,8 +27,8 @@ from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.comm.work import Work
 from thinwire.errors import CapacityError, ConfigMismatch, CountsError, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.fused import transport
-from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v, open_channel
+from thinwire.fused.ops import all_reduce
 from thinwire.fused.pulled_legs import NAME, PulledLegs, open_legs
 from thinwire.fused.transport import Staged, open_direct
 from thinwire.testing import run_ranks

@@ -29,11 +29,9 @@ from thinwire.errors import (
     TransportUnavailable,
     WireFormatError,
 )
-from thinwire.fused.all_gather import all_gather, all_gather_v
-from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.collective import DirectCollectives, open_collectives
+from thinwire.fused.ops import all_gather, all_gather_v, all_reduce, reduce_scatter
 from thinwire.fused.pulled_legs import PulledLegs, open_legs
-from thinwire.fused.reduce_scatter import reduce_scatter
 from thinwire.testing import RankError, run_ranks
 from thinwire.triton_kernels.cpu.pull import aligned_slots
 from thinwire.wire import WireFormat

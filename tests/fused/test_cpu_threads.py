@@ -12,11 +12,9 @@ import torch
 
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.resources.cpu_share import VARIABLE
-from thinwire.fused.all_gather import all_gather
-from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.codec import _SHARED_BYTES, dequantize, quantize
-from thinwire.fused.reduce_scatter import reduce_scatter
+from thinwire.fused.ops import all_gather, all_reduce, reduce_scatter
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels.cpu import pack

@@ -25,9 +25,10 @@ from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.recorder import NAME, TRANSPORT
 from thinwire.errors import ArgumentError, CountsError, ThinwireError, WireFormatError
-from thinwire.fused import prepared, pulled_legs
-from thinwire.fused.all_reduce import all_reduce
+from thinwire.fused import call as calls
+from thinwire.fused import pulled_legs
 from thinwire.fused.all_to_all import all_to_all_v
+from thinwire.fused.ops import all_reduce
 from thinwire.testing import run_ranks
 from thinwire.wire import WireFormat
 
@@ -171,7 +172,7 @@ def test_nothing_holds_what_callers_passed() -> None:
 
 
 def test_what_is_kept_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "_MOST_KEPT", 3)
+    monkeypatch.setattr(calls, "_MOST_KEPT", 3)
     monkeypatch.setattr(pulled_legs, "_MOST_JOBS", 3)
     with tw.init() as comm:
         for size in [*range(1, 8), *range(1, 8)]:

@@ -7,9 +7,9 @@ import torch
 
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import ArgumentError
-from thinwire.fused.all_gather import all_gather
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.codec import dequantize, quantize
+from thinwire.fused.ops import all_gather
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.octets import as_bytes
 from thinwire.testing import run_ranks

@@ -25,9 +25,7 @@ from tests.helpers.wires import assert_same_bits
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.hosts import VARIABLE
 from thinwire.errors import ConfigMismatch, PeerTimeout, ThinwireError, TransportUnavailable
-from thinwire.fused.all_gather import all_gather, all_gather_v
-from thinwire.fused.all_reduce import all_reduce
-from thinwire.fused.reduce_scatter import reduce_scatter
+from thinwire.fused.ops import all_gather, all_gather_v, all_reduce, reduce_scatter
 from thinwire.testing import run_ranks
 from thinwire.wire import WireFormat
 

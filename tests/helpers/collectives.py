@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+import thinwire as tw
 from thinwire.fused.partition import gathered_parts, split_parts
 from thinwire.triton_kernels.codec_reference import quantize_reference, round_reference, row_reference, scaled_reference
 from thinwire.wire import WireFormat
+
+#: Those that sum rows or move them, each of which has a case in `tests/fused/test_gradients.py`, too.
+COLLECTIVES: tuple[Any, ...] = (tw.all_reduce, tw.reduce_scatter, tw.all_gather, tw.all_gather_v, tw.all_to_all_v)
 
 
 def through(part: torch.Tensor, row: int, wire: WireFormat, dtype: torch.dtype) -> torch.Tensor:

@@ -22,10 +22,10 @@ from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigMismatch, CountsError, PeerTimeout, ThinwireError, TransportUnavailable
-from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v, open_channel
 from thinwire.fused.channel import FLAT_ROW, channel_layout
 from thinwire.fused.device_channel import DeviceChannel
+from thinwire.fused.ops import all_reduce
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels import all_to_all_v as kernels
 from thinwire.triton_kernels.codec_reference import dequantize_reference, quantize_reference

@@ -19,9 +19,8 @@ from thinwire.comm import Communicator, as_communicator
 from thinwire.comm.calls import checked_programs
 from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError
-from thinwire.fused.all_gather import all_gather
 from thinwire.fused.codec import resolve_wire
-from thinwire.fused.reduce_scatter import reduce_scatter
+from thinwire.fused.ops import all_gather, reduce_scatter
 from thinwire.fused.staged_collective import arrived
 from thinwire.wire import WireFormat
 

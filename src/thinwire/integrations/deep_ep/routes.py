@@ -13,9 +13,9 @@ from torch.nn.functional import embedding_bag
 from thinwire.comm import Communicator, as_communicator
 from thinwire.comm.tensors import is_int
 from thinwire.errors import ArgumentError, CapacityError, RoutingError
-from thinwire.fused.all_gather import all_gather
 from thinwire.fused.codec import resolve_wire
 from thinwire.fused.exchange_plan import ExchangePlan
+from thinwire.fused.ops import all_gather
 from thinwire.integrations.deep_ep.events import EventOverlap, done
 from thinwire.log import LOGGER
 from thinwire.moe.plan import merge_repeated_experts

@@ -11,10 +11,8 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm import Communicator
-from thinwire.fused.all_gather import all_gather
-from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
-from thinwire.fused.reduce_scatter import reduce_scatter
+from thinwire.fused.ops import all_gather, all_reduce, reduce_scatter
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.tools.bench.problems import Collective, Round, compare
 from thinwire.tools.bench.timing import Candidate, Contender, Laps, NotHere

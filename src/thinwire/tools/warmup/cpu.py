@@ -14,9 +14,9 @@ import torch
 from thinwire import testing
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import ConfigMismatch
-from thinwire.fused.all_reduce import all_reduce
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.codec import dequantize, quantize
+from thinwire.fused.ops import all_reduce
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.triton_kernels import cpu
 
