@@ -7,7 +7,14 @@
 
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import Posted
-from thinwire.comm.launch.bootstrap import Group, as_communicator, communicator_or_default, default_communicator, init
+from thinwire.comm.launch.bootstrap import (
+    Group,
+    as_communicator,
+    communicator_or_default,
+    default_communicator,
+    init,
+    on_communicator,
+)
 from thinwire.comm.launch.launchers import RankInfo, discover
 from thinwire.comm.launch.rank_table import RankTable
 from thinwire.comm.layout import Layout, TensorLayout
@@ -30,4 +37,5 @@ __all__ = [
     "default_communicator",
     "discover",
     "init",
+    "on_communicator",
 ]

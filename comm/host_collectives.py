@@ -32,7 +32,6 @@ from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError, ConfigMismatch, CountsError, ThinwireError, TransportUnavailable
 from thinwire.fields import MOST_BYTES, decode, encode
 from thinwire.log import LOGGER
-from thinwire.operators import register
 
 #: What `require_same` compares.
 Setting = str | int | float | bool | None
@@ -89,7 +88,6 @@ class HostCollectives(Calls, ABC):
         exchange.recorder = self.recorder
         self._attachments, self._unfinished, self.prepared = {}, [], {}
         self.result_memory = ResultMemory(_ranks_in_all(exchange))  # the ranks of other groups may share this host, too
-        self._handle = register(self)
         _communicators.add(self)
 
     @cached_property

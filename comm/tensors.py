@@ -73,10 +73,9 @@ def require_dense(name: str, tensor: object, in_memory: bool = True) -> None:
                 "torch.autograd.grad or backward, outside of such transforms"
             )
         nested = ", nested" if tensor.is_nested else ""
-        strict = "; torch.export.export(..., strict=True) has graphs of collectives" * torch.compiler.is_exporting()
         raise ArgumentError(
             f"{name} is a {type(tensor).__name__} of layout {tensor.layout}, dtype {tensor.dtype}{nested}; expected a "
-            f"plain dense tensor{strict}"
+            "plain dense tensor"
         )
     if in_memory and tensor.is_meta:
         raise ArgumentError(f"{name} is on meta, where tensors have no values; expected a tensor in memory")

@@ -8,13 +8,12 @@ through the process group: `none` straight out of the input and into the output,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from thinwire.comm import Communicator, Group, communicator_or_default
+from thinwire.comm import Communicator, Group, communicator_or_default, on_communicator
 from thinwire.comm.host_collectives import Setting
 from thinwire.comm.memory.symmetric import SymmetricMemory
 from thinwire.comm.work import Work
@@ -27,7 +26,6 @@ from thinwire.fused.codec import named_wire
 from thinwire.fused.counts import Counts, new_rows, parse_integers, receive_segments, send_segments
 from thinwire.fused.device_channel import DeviceChannel
 from thinwire.fused.gradients import Operation, require_linear, with_gradient
-from thinwire.fused.operations import in_graphs
 from thinwire.fused.staged_collective import StagedRows
 from thinwire.fused.transport import Staged, choose, open_direct, uses_triton
 from thinwire.wire import WireFormat
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from thinwire.fused.pulled_legs import PulledRows
 
 _KEY = "all_to_all_v"  # under which a communicator keeps its channel
-_MOST_ROWS = 1 << 40  # that are tried to be allocated
 _INTS = frozenset([int])
 
 
@@ -61,20 +58,7 @@ def _backward(
     return back
 
 
-def _num_rows(
-    num_rows: int, size: int, recv_counts: Sequence[int] | None, recv_displs: Sequence[int] | None, **_: object
-) -> int:
-    """Of the result, as a graph knows it while it is made."""
-    if recv_counts is None:
-        return num_rows // size * size
-    rows = torch.sym_max(0, sum(recv_counts))
-    for count, displ in zip(recv_counts, recv_displs or (), strict=False):
-        rows = torch.sym_max(rows, count + displ)
-    # What the operator refuses is no size either.
-    return 0 if isinstance(rows, int) and rows > _MOST_ROWS else rows
-
-
-@in_graphs(_num_rows, _backward)
+@on_communicator
 def all_to_all_v(
     x: torch.Tensor,
     send_counts: Counts | None = None,

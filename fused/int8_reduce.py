@@ -12,12 +12,11 @@ import zlib
 
 import torch
 
-from thinwire.comm import Group, communicator_or_default
+from thinwire.comm import Group, communicator_or_default, on_communicator
 from thinwire.comm.tensors import require_dense
 from thinwire.errors import ArgumentError, ConfigMismatch, CountsError, WireFormatError
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.codec import FLOAT_DTYPES
-from thinwire.fused.operations import on_communicator
 from thinwire.fused.ops import all_gather_v
 from thinwire.wire import WireFormat
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from thinwire.comm import Communicator, Group, communicator_or_default
+from thinwire.comm import Communicator, Group, communicator_or_default, on_communicator
 from thinwire.comm.exact import Reduction
 from thinwire.comm.work import Work
 from thinwire.errors import CountsError
@@ -32,7 +32,6 @@ from thinwire.fused.codec import named_wire, resolve_wire
 from thinwire.fused.collective import DirectCollectives, open_collectives
 from thinwire.fused.counts import Counts, Segments, parse_integers
 from thinwire.fused.gradients import Operation, require_linear, wants_gradient, with_gradient
-from thinwire.fused.operations import in_graphs, on_communicator
 from thinwire.fused.partition import gathered_parts, split_parts
 from thinwire.fused.staged_collective import StagedCollectives
 from thinwire.fused.transport import choose
@@ -122,28 +121,28 @@ class Op:
 
 
 def _sum(
-    shape: torch.Size, grad_wire: str | WireFormat, comm: Communicator, transport: str, counts: object = None
+    shape: torch.Size, grad_wire: str | WireFormat, comm: Communicator, transport: str, counts: object
 ) -> Operation:
     """Backward: the gradients of all ranks' results, summed in turn."""
     return partial(all_reduce, wire=grad_wire, comm=comm, transport=transport)
 
 
 def _gather(
-    shape: torch.Size, grad_wire: str | WireFormat, comm: Communicator, transport: str, counts: object = None
+    shape: torch.Size, grad_wire: str | WireFormat, comm: Communicator, transport: str, counts: object
 ) -> Operation:
     """Backward: the gradients of all ranks' rows."""
     return partial(all_gather, wire=grad_wire, comm=comm, transport=transport)
 
 
 def _scatter(
-    shape: torch.Size, grad_wire: str | WireFormat, comm: Communicator, transport: str, counts: list[int] | None = None
+    shape: torch.Size, grad_wire: str | WireFormat, comm: Communicator, transport: str, counts: list[int]
 ) -> Operation:
     """Backward: every rank's gradients of this rank's rows, summed in float32 or wider, in ascending rank."""
     rows = shape[0]
 
     def back(dy: torch.Tensor) -> torch.Tensor:
-        receives, through = [rows] * comm.size, "auto" if transport == "two_level" else transport
-        arrived: Any = all_to_all_v(dy, counts or receives, receives, wire=grad_wire, comm=comm, transport=through)
+        through = "auto" if transport == "two_level" else transport
+        arrived: Any = all_to_all_v(dy, counts, [rows] * comm.size, wire=grad_wire, comm=comm, transport=through)
         total = torch.zeros(shape, dtype=torch.promote_types(dy.dtype, torch.float32), device=dy.device)
         for part in arrived.split(rows) if rows else ():
             total += part
@@ -152,7 +151,7 @@ def _scatter(
     return back
 
 
-@in_graphs(lambda num_rows, size, **_: num_rows * size, _scatter)
+@on_communicator
 def all_gather(
     x: torch.Tensor,
     *,
@@ -248,7 +247,7 @@ def all_gather_v(
         return ALL_GATHER_V(x, out, wires, comm, transport, async_op, grad_wire, counts=tuple(counts))
 
 
-@in_graphs(lambda num_rows, size, **_: num_rows // size, _gather)
+@on_communicator
 def reduce_scatter(
     x: torch.Tensor,
     op: object = "sum",
@@ -294,7 +293,7 @@ def reduce_scatter(
     return REDUCE_SCATTER(x, out, (wire,), comm, transport, async_op, grad_wire, reduction=op)
 
 
-@in_graphs(lambda num_rows, **_: num_rows, _sum)
+@on_communicator
 def all_reduce(
     x: torch.Tensor,
     op: object = "sum",

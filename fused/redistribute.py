@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from thinwire.comm import Communicator, Group, communicator_or_default
+from thinwire.comm import Communicator, Group, communicator_or_default, on_communicator
 from thinwire.comm.communicator import shared_split
 from thinwire.comm.layout import Block, Plan, Step, TensorLayout, as_tensor_layout, num_elements, plan_redistribute
 from thinwire.errors import LayoutError
@@ -22,7 +22,6 @@ from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.call import check_out
 from thinwire.fused.codec import require_float, resolve_wire
 from thinwire.fused.gradients import require_linear, wants_gradient, with_gradient
-from thinwire.fused.operations import on_communicator
 from thinwire.fused.ops import all_gather, all_reduce, reduce_scatter
 from thinwire.fused.transport import check_transport
 from thinwire.wire import WireFormat

@@ -32,7 +32,6 @@ from thinwire.moe.gradients import MOST_LAYERS, Wants
 from thinwire.moe.legs import Started, StartedCombine, StartedDispatch, Tokens
 from thinwire.moe.round_transport import CLOSED, OVERTAKEN, Rounds, refusal_of
 from thinwire.moe.shared import ends_with, shared
-from thinwire.operators import register
 from thinwire.wire import WireFormat
 
 _MOST_GENERATIONS = 1 << 31
@@ -134,7 +133,7 @@ class ExpertParallel:
         self._num_layers = 0  # that have a number
         with config.comm.call("ExpertParallel"):
             self._assemble(config, generation=0)
-        self._handle = register(self)
+        self._handle = compiled_round.register(self)
 
     def _assemble(self, config: ParallelConfig, generation: int) -> None:
         """Everything that depends on the group. Collective."""

@@ -1,4 +1,7 @@
-"""torch.compile around the library's operations: it must not look into them, as kernels get addresses."""
+"""torch.compile around the library's operations: it must not look into them, as kernels get addresses.
+
+Compiled rounds have more tests in tests/moe/test_compiled_round.py.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import thinwire
+from tests.helpers.speeds import exhaustive_but
 from thinwire.compiler import opaque
 from thinwire.testing import run_ranks
 
@@ -62,21 +67,41 @@ def _rounds(comm: thinwire.Communicator, transport: str, backend: str) -> None:
 
 
 def _collectives(comm: thinwire.Communicator, transport: str, backend: str) -> None:
-    def chain(x: torch.Tensor) -> torch.Tensor:
-        y = thinwire.all_reduce(x * 2, comm=comm, transport=transport)
-        counts = [len(x) // comm.size] * comm.size
-        work = thinwire.all_to_all_v(y + 1, counts, counts, comm=comm, transport=transport, async_op=True)
-        rows = thinwire.quantize(work.wait() * 3, "int8")
-        parts = thinwire.reduce_scatter(thinwire.dequantize(rows) - y, comm=comm, transport=transport)
-        total = parts + 1
-        comm.all_reduce(total)
-        return thinwire.all_gather(total * 2, comm=comm, transport=transport)
+    named: dict[str, Any] = {"comm": comm, "transport": transport}
 
-    compiled = _compiled(chain, backend)
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        y = thinwire.all_reduce(x * 2, **named)
+        rows = thinwire.all_to_all_v(y + 1, [len(x) // comm.size] * comm.size, **named)
+        parts = thinwire.reduce_scatter(rows * 3 - y, grad_wire="int8", **named)
+        # Its backward runs its two collectives anew.
+        parts = checkpoint(lambda part: thinwire.all_reduce(part * 0.5, **named).sin(), parts, use_reentrant=False)
+        gathered = thinwire.all_gather(parts * 2, **named)
+        return thinwire.all_gather_v(gathered[comm.rank :], **named)
+
+    def without_gradients(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        work = thinwire.all_to_all_v(x * 2, out=out, async_op=True, **named)
+        rows = thinwire.quantize(work.wait() * 3, "int8")
+        comm.all_reduce(out)
+        return thinwire.dequantize(rows) + thinwire.all_reduce(out * 2, "max", wire="none", **named)
+
+    functions = chain, _compiled(chain, backend)
+    others = without_gradients, _compiled(without_gradients, backend)
     generator = torch.Generator().manual_seed(comm.rank)
     for size in SIZES:
         x = torch.randn(size, HIDDEN, generator=generator)
-        torch.testing.assert_close(compiled(x), chain(x), rtol=1e-6, atol=1e-6)
+        found = [(each(x).detach(), *_gradients(each, x)) for each in functions]
+        torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(*(each(x) for each in others), rtol=1e-6, atol=1e-6)
+
+
+def _gradients(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and the gradient of x."""
+    wanted = x.clone().requires_grad_()
+    y = function(wanted)
+    y.square().sum().backward()
+    assert wanted.grad is not None
+    return y.detach(), wanted.grad
 
 
 @pytest.mark.exhaustive
@@ -88,6 +113,93 @@ def _collectives(comm: thinwire.Communicator, transport: str, backend: str) -> N
 def test_compiled_code_gives_what_python_gives(check: object, transport: str, backend: str, tmp_path: Path) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     run_ranks(check, 2, transport, backend, timeout=300, env=env)  # type: ignore[arg-type]
+
+
+def _many_calls(ep: thinwire.ExpertParallel, options: dict[str, Any], x: torch.Tensor, ids: torch.Tensor) -> Any:
+    """Rounds and collectives, of which each call has a size of its own, by which it is known."""
+    options = {"comm": ep.comm, **options}
+    weights = torch.ones(ids.shape)
+
+    def layer(first: int, scale: float) -> torch.Tensor:
+        d = ep.dispatch(x[first:], ids[first:], weights[first:])
+        return ep.combine(d.gather(2 * MOST_TOKENS)[0] * scale, d)
+
+    # Of what rounding gets nothing is made, and this call's backward is the last.
+    rounded = thinwire.all_reduce(x[:2].round(), **options).square().sum()
+    identical = thinwire.all_reduce(x[:3], **options) * thinwire.all_reduce(x[:3], **options)
+    thinwire.all_gather(x[:4], **options)  # unused
+    independent = layer(1, 2.0).square().sum() + thinwire.reduce_scatter(x[:6], **options).square().sum()
+    gathered = thinwire.all_gather(x[:5] * 2, **options)
+    d = ep.dispatch(x[2:], ids[2:], weights[2:])
+    between = thinwire.all_to_all_v(x[:8] * 3, **options)  # in a round
+    both = ep.combine(d.gather(2 * MOST_TOKENS)[0] * 3, d).square().sum() + between.square().sum()
+    layer(3, 1.0)  # unused
+    scattered = thinwire.reduce_scatter(gathered, **options)
+    chained = thinwire.all_to_all_v(scattered[:4], [2, 2], [2, 2], **options)
+    return rounded + identical.sum() + independent + both + chained.square().sum() + layer(4, 0.5).square().sum()
+
+
+def _orders(comm: thinwire.Communicator, transport: str, backend: str) -> list[tuple[str, tuple[int, ...]]]:
+    ep = thinwire.ExpertParallel(comm, EXPERTS, TOP_K, HIDDEN, MOST_TOKENS, wire="none", transport=transport)
+    options = {"wire": "none", "transport": transport}
+    generator = torch.Generator().manual_seed(comm.rank)
+    x = torch.randn(9, HIDDEN, generator=generator)
+    ids = torch.rand(9, EXPERTS, generator=generator).topk(TOP_K).indices
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return _many_calls(ep, options, x, ids)
+
+    _gradients(function, x)  # settles transports, which is recorded too
+    runs = []
+    for each in (function, _compiled(function, backend)):
+        begun = comm.recorder.begun
+        # The second forward comes before the first one's backward, on what both of them were compiled to.
+        found = [*_gradients(lambda x, each=each: torch.stack([each(x), each(x)]), x)]
+        with torch.no_grad():
+            found.append(each(x))
+        calls = [(entry[1], tuple(entry[2] or ())) for entry in comm.recorder.entries()]
+        runs.append((calls[begun - comm.recorder.begun :], found))
+    assert runs[1][0] == runs[0][0]
+    torch.testing.assert_close(runs[1][1], runs[0][1], rtol=1e-5, atol=1e-5)
+    return runs[0][0]
+
+
+@pytest.mark.parametrize(
+    ("transport", "backend"),
+    exhaustive_but(
+        [("direct", "aot_eager")],
+        [(transport, backend) for transport in ("direct", "staged") for backend in ("aot_eager", "inductor")],
+        several=True,
+    ),
+)
+def test_compiled_collectives_and_rounds_keep_pythons_order(transport: str, backend: str) -> None:
+    env = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    first, second = run_ranks(_orders, 2, transport, backend, timeout=600, env=env)
+    assert first == second
+    assert 3 * 17 + 2 * 14 <= len(first) < 256, "of forward and of backward, and none pushed out of the ring"
+    assert first.count(("all_reduce", (2, HIDDEN))) == 3 + 2, "the one of rounded values has a backward"
+    assert first.count(("all_gather", (4, HIDDEN))) == 3, "the unused one has none"
+
+
+def _in_whole_graphs(comm: thinwire.Communicator) -> None:
+    x = torch.ones(2, 3)
+    layout = thinwire.Layout((1,), ("ranks",))("ranks", "None")
+    calls: list[Callable[[torch.Tensor], Any]] = [
+        lambda x: thinwire.all_reduce(x * 2, comm=comm),
+        lambda x: thinwire.all_gather(x * 2, comm=comm),
+        lambda x: thinwire.all_gather_v(x * 2, comm=comm),
+        lambda x: thinwire.reduce_scatter(x * 2, comm=comm),
+        lambda x: thinwire.all_to_all_v(x * 2, comm=comm),
+        lambda x: thinwire.redistribute(x * 2, layout, layout, comm=comm),
+        lambda x: comm.all_reduce(x * 2),
+    ]
+    for call in calls:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="ends a graph: compile without fullgraph=True"):
+            torch.compile(call, backend="eager", fullgraph=True)(x)
+
+
+def test_a_collective_in_a_whole_graph_is_refused_with_what_to_do() -> None:
+    run_ranks(_in_whole_graphs, 1, timeout=300)
 
 
 def _looks(comm: thinwire.Communicator) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ from thinwire.comm.recorder import is_off, write_all
 from thinwire.comm.resources.cpu_share import CpuShare, cpu_share
 from thinwire.comm.tensors import is_seconds
 from thinwire.comm.waiting import call_within, first_line
+from thinwire.compiler import Recorder, opaque
 from thinwire.errors import PeerTimeout, ThinwireError
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
 
 #: What operations take as `comm`.
 Group: TypeAlias = "Communicator | dist.ProcessGroup | DeviceMesh"
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class _WritesOnSignal(Attachment):
@@ -106,20 +110,13 @@ class Domains:
         """The one that was chosen last, of those that are open."""
         return next((latest for comm in reversed(self._recent) if (latest := comm._latest)), None)
 
-    def known(self, group: dist.ProcessGroup, device: str | None) -> Communicator | None:
-        """The communicator of a process group, and of a type of device, if one is given; None: it was not made yet."""
+    def of_group(self, group: dist.ProcessGroup, device: str | None) -> Communicator:
+        """The communicator of a process group, and of a type of device, if one is given; made where it was not yet."""
         world = self.find(None)
         for its_group, comm in [*([] if world is None else [(world._group, world)]), *self._of_groups]:
             latest = comm._latest
             if its_group is group and latest is not None and device in (None, latest.device.type):
                 return latest
-        return None
-
-    def of_group(self, group: dist.ProcessGroup, device: str | None) -> Communicator:
-        """The same, which is made where it was not."""
-        found = self.known(group, device)
-        if found is not None:
-            return found
         self._of_groups = [(other, comm) for other, comm in self._of_groups if comm._latest is not None]
         like = self.current()
         kept = {} if like is None else like.settings._asdict()
@@ -293,15 +290,15 @@ def communicator_or_default(comm: Group | None) -> Communicator:
     return default_communicator() if comm is None else as_communicator(comm)
 
 
-def find_communicator(comm: Group | None) -> Communicator | None:
-    """The same, or None where there would be an error, or one would have to be made."""
-    if isinstance(comm, Communicator):
-        return comm
-    domains = current_domains()
-    try:
-        return domains.current() if comm is None else domains.known(*group_of(comm))
-    except ThinwireError:
-        return None
+def on_communicator(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Marks a function that all ranks of `comm`, a keyword of its, call. See `opaque`."""
+    return opaque(function, find_recorder=_recorder_of)
+
+
+def _recorder_of(_: object, named: dict[str, Any]) -> Recorder:
+    comm = named.get("comm")
+    found = comm if type(comm) is Communicator else communicator_or_default(comm)
+    return found.recorder
 
 
 def as_communicator(comm: Group) -> Communicator:

@@ -1,8 +1,8 @@
 """What torch.compile must not look into.
 
 Kernels get addresses, and torch.compile frees a tensor of which only the address is still used: then kernels would work
-on freed memory. So it calls the operations of the library as they are, between two graphs, but for those that have
-another form for it.
+on freed memory. So it calls the operations of the library as they are, between two graphs. Rounds alone have another
+form for it, operators that stay in its graphs (`thinwire.moe.compiled_round`).
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ class GraphNode(torch.autograd.Function):
 #: Of a function's positional and named arguments the recorder of the communicator that it is called on.
 FindRecorder = Callable[[tuple[Any, ...], dict[str, Any]], Recorder]
 
-_REASON = "thinwire's kernels get addresses of tensors, which torch.compile does not see"
+_REASON = (
+    "thinwire's kernels get addresses of tensors, which torch.compile does not see, so this call ends a graph: compile "
+    "without fullgraph=True, or call it between two compiled functions"
+)
 
 
-def opaque(
-    function: Callable[_P, _T], reason: str = _REASON, find_recorder: FindRecorder | None = None
-) -> Callable[_P, _T]:
+def opaque(function: Callable[_P, _T], find_recorder: FindRecorder | None = None) -> Callable[_P, _T]:
     """The function, which torch.compile calls and does not trace; neither does it trace what the function calls.
 
-    Compiling with `fullgraph=True`, which allows no calls between graphs, fails with the reason.
+    Compiling with `fullgraph=True`, which allows no calls between graphs, fails, and says why and what to do.
 
     Args:
         find_recorder: of a function that makes a call on a communicator. An exception from outside that comes when the
@@ -84,7 +85,7 @@ def opaque(
             if "torch._dynamo" not in sys.modules:  # nothing compiles without it, and importing it takes seconds
                 return function(*args, **kwargs)
             if disabled is None:
-                disabled = torch.compiler.disable(function, reason=reason)
+                disabled = torch.compiler.disable(function, reason=_REASON)
                 # Or it would be compiled for each function again, as all share its code.
                 torch._dynamo.decorators.skip(call)
             # Where nothing is compiled that is called from here, it takes ten microseconds less.
@@ -99,7 +100,7 @@ def opaque(
             raise
 
     marked: Any = call  # as `skip` does, which is there only then
-    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, reason
+    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, _REASON
     return _with_signature(call, function)
 
 
@@ -118,15 +119,15 @@ def _with_signature(call: Callable[_P, _T], function: Callable[_P, _T]) -> Calla
 
 
 def compiled_as(
-    traced: Callable[..., Any], reason: str = _REASON, find_recorder: FindRecorder | None = None
+    traced: Callable[..., Any], find_recorder: FindRecorder | None = None
 ) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Makes a function opaque, and has torch.compile trace `traced` in its place, with the same arguments.
 
-    Where `traced` returns NotImplemented, the function is called as an opaque one is, for this reason.
+    Where `traced` returns NotImplemented, the function is called as an opaque one is.
     """
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
-        hidden = opaque(function, reason, find_recorder)
+        hidden = opaque(function, find_recorder)
 
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:  # not that of `opaque`, whose code is not to be traced
