@@ -97,15 +97,10 @@ bench: $(VENV)/ready
 	$(RUN) -m benchmarks.bench_codec --device cpu
 	$(RUN) -m benchmarks.bench_accuracy
 	$(RUN) -m benchmarks.bench_deep_ep
-	$(RUN) -m benchmarks.bench_experts
-	$(RUN) -m benchmarks.bench_first_run
 	$(RUN) -m benchmarks.bench_flight_recorder
 	$(RUN) -m benchmarks.bench_fsdp
-	$(RUN) -m benchmarks.bench_invariant
 	$(RUN) -m benchmarks.bench_link
 	$(RUN) -m benchmarks.bench_on_link all_reduce -b 32M -e 32M
-	$(RUN) -m benchmarks.bench_wait
-	$(RUN) -m benchmarks.bench_small
 	$(RUN) -m benchmarks.bench_result_memory
 
 # The site, in build/site; a broken link fails it.

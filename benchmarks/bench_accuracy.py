@@ -19,12 +19,7 @@ summands.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-
-if not __package__:  # run as a file
-    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "src")]
 
 import torch
 

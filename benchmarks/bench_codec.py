@@ -15,13 +15,8 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
-
-if not __package__:  # run as a file
-    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "src")]
 
 # torch's second thread would look for work for milliseconds behind a copy, on the core that ours are to run on.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

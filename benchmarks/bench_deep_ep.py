@@ -16,13 +16,9 @@ Columns:
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-if not __package__:  # run as a file
-    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "src")]
 
 import torch
 

@@ -162,7 +162,8 @@ def _columns(line: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+@link.or_skipped
+def main(arguments: Sequence[str] | None) -> None:
     parser = timing.parser(__doc__, repeats=7)
     parser.add_argument("--rate", default="1gbit", help="bits a second each way")
     parser.add_argument("--runs", type=int, default=3, help="links and pairs of ranks, of --repeats steps each")
@@ -173,14 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines: list[dict[str, Any]] = []
     for reduced in ("bfloat16", "float32"):
         settings = {"width": options.width, "blocks": options.blocks, "reduced": reduced, "repeats": options.repeats}
-        try:
-            runs = [
-                link.run_on_two_hosts("benchmarks.bench_fsdp:measure", settings, rate=options.rate)[0]
-                for _ in range(options.runs)
-            ]
-        except link.LinkUnavailable as reason:
-            print(f"skipped: {reason}")
-            return
+        job = "benchmarks.bench_fsdp:measure"
+        runs = [link.run_on_two_hosts(job, settings, rate=options.rate)[0] for _ in range(options.runs)]
         lines += figures(options.rate, reduced, runs)
     described["congestion_control"] = link.congestion_control()
     timing.print_machine(described)

@@ -37,13 +37,8 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
-
-if not __package__:  # run as a file
-    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "src")]
 
 import torch
 import torch.distributed as dist
@@ -192,7 +187,8 @@ def checked_rate(rate: str) -> str:
     return rate
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+@link.or_skipped
+def main(arguments: Sequence[str] | None) -> None:
     parser = timing.parser(__doc__, repeats=15)
     parser.add_argument(
         "--rate", type=checked_rate, nargs="+", default=["1gbit", "2.5gbit", "10gbit"], help="bits a second each way"
@@ -207,13 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines: list[dict[str, Any]] = []
     cores = len(os.sched_getaffinity(0))
     for rate in options.rate:
-        try:
-            runs = [
-                link.run_on_two_hosts("benchmarks.bench_link:measure", settings, rate=rate) for _ in range(options.runs)
-            ]
-        except link.LinkUnavailable as reason:
-            print(f"skipped: {reason}")
-            return
+        job = "benchmarks.bench_link:measure"
+        runs = [link.run_on_two_hosts(job, settings, rate=rate) for _ in range(options.runs)]
         lines += figures(rate, options.rows * options.hidden * torch.bfloat16.itemsize, runs, cores)
     described |= {"congestion_control": link.congestion_control(), "cores": cores}
     timing.print_machine(described)

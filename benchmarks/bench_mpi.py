@@ -22,15 +22,10 @@ Results are checked up to 16 MiB. Columns:
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-if not __package__:  # run as a file
-    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "src")]
 
 import numpy as np
 import torch
@@ -54,7 +49,7 @@ _MOST_CHECKED = 16 << 20  # bytes of a rank: beyond, a check takes longer than t
 
 
 def goal_of(operation: str, what: str, rows: int, ranks: int) -> float | None:
-    """Of Open MPI's speed, what thinwire is to reach; None without a goal."""
+    """Returns the share of Open MPI's speed that thinwire is to reach; None without a goal."""
     if operation == "all_to_all_v" and what == "thinwire/none/direct":
         return 1.0 if ranks == 2 else 0.9
     if operation == "all_to_all_v" and what == "thinwire/int8/direct" and rows >= 1024:
@@ -74,16 +69,16 @@ def problems(comm: Communicator, rows: Sequence[int], sizes: Sequence[int]) -> I
 
 def candidates(problem: Collective, world: OpenMPI) -> Iterator[Candidate]:
     """What is compared; the label of each stands in the column `what`."""
-    yield world.collective(problem)
+    laps = timing.Laps(problem.comm.device)
+    yield world.candidate(problem, laps)
     for wire in WIRES:
-        yield contenders.thinwire_collective(problem, wire, "direct")
-    yield contenders.group_collective(problem, "gloo")
-    source = problem.x.new_ones(problem.size_bytes // problem.dtype.itemsize)
-    yield contenders.copy(source, [problem.operation])
+        yield contenders.thinwire(problem, wire, "direct", laps)
+    yield contenders.process_group(problem, "gloo", laps)
+    yield contenders.copy(problem)
 
 
 def behind(candidate: Candidate, barrier: Callable[[], object]) -> Candidate:
-    """The same with a barrier at the end of each call."""
+    """Adds a barrier at the end of each call."""
 
     def make() -> Contender:
         made = candidate.make()
@@ -153,10 +148,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             compared = [behind(each, world.barrier) for each in candidates(problem, world)]
             checked = replace(settings, check=problem.size_bytes <= _MOST_CHECKED)
             barrier = least_time(world.barrier)
-            found = measure(comm, compared, checked)
-            if missing := [label for label, operation in found.sent if (label, operation) not in found.samples]:
+            found, _ = measure(comm, compared, checked, timing.Laps(comm.device))
+            samples = {outcome.candidate.label: outcome.samples.get(problem.operation, []) for outcome in found}
+            if missing := [label for label, taken in samples.items() if not taken]:
                 raise SystemExit(f"{problem.operation} of {problem.size_bytes} bytes: wrong results of {missing}")
-            lines += figures(problem, {label: taken for (label, _), taken in found.samples.items()}, barrier)
+            lines += figures(problem, samples, barrier)
         if comm.rank == 0:
             timing.print_machine(described)
             launched = f"mpirun -np {comm.size}"

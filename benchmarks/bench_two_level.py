@@ -38,6 +38,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -329,7 +330,8 @@ def _columns(line: dict[str, Any]) -> dict[str, Any]:
     return columns
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+@link.or_skipped
+def main(arguments: Sequence[str] | None) -> None:
     parser = timing.parser(__doc__, repeats=7)
     parser.add_argument(
         "--rate", type=checked_rate, nargs="+", default=["1gbit", "10gbit"], help="bits a second each way"
@@ -351,17 +353,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for ranks_per_host in options.ranks_per_host:
         sizes = settings | {"tokens": options.host_tokens // ranks_per_host}
         for rate in options.rate:
-            try:
-                runs = [
-                    link.run_on_two_hosts(
-                        "benchmarks.bench_two_level:measure", sizes, rate=rate, timeout=1800,
-                        ranks_per_host=ranks_per_host,
-                    )
-                    for _ in range(options.runs)
-                ]  # fmt: skip
-            except link.LinkUnavailable as reason:
-                print(f"skipped: {reason}")
-                return
+            on_hosts = partial(link.run_on_two_hosts, rate=rate, timeout=1800, ranks_per_host=ranks_per_host)
+            runs = [on_hosts("benchmarks.bench_two_level:measure", sizes) for _ in range(options.runs)]
             lines += figures(rate, ranks_per_host, runs, cores)
     timing.print_machine(described)
     table = ([_columns(line) for line in lines], COLUMNS)

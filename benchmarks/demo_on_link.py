@@ -125,7 +125,8 @@ def format_chart(scores: list[LinkScore], block: str) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+@link.or_skipped
+def main(arguments: Sequence[str] | None) -> None:
     parser = timing.parser(__doc__, repeats=None)
     parser.add_argument("--rate", default="1gbit", help="bits a second each way, such as 100mbit")
     parser.add_argument("--wires", nargs="+", default=["int8", "int8+h64", "int6+h64", "int4"])
@@ -135,12 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = options.text.read_bytes()
     settings = {"text": text.decode("latin-1"), "wires": list(dict.fromkeys(["none", *options.wires]))}
     print(f"scoring {len(text):,} bytes on two hosts joined by {options.rate}, in {', '.join(settings['wires'])} ...")
-    try:
-        job = "benchmarks.demo_on_link:score_rank"
-        found, _ = link.run_on_two_hosts(job, settings, rate=options.rate, timeout=options.timeout)
-    except link.LinkUnavailable as reason:
-        print(f"skipped: {reason}")
-        return
+    job = "benchmarks.demo_on_link:score_rank"
+    found, _ = link.run_on_two_hosts(job, settings, rate=options.rate, timeout=options.timeout)
     scores = [LinkScore(**score) for score in found]
     unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     print(format_chart(scores, "█" if unicode else "#"))

@@ -11,6 +11,7 @@ few cores a fast link is therefore slower than its rate, and slower than between
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -21,21 +22,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from thinwire.errors import ThinwireError
-
-__all__ = [
-    "ADDRESSES",
-    "INTERFACE",
-    "LinkUnavailable",
-    "bits_per_second",
-    "burst_bytes",
-    "congestion_control",
-    "run_on_two_hosts",
-]
 
 _TOOLS = ("unshare", "nsenter", "ip", "tc")
 INTERFACE = "tw0"
@@ -94,6 +85,19 @@ def run_on_two_hosts(
             process.stdin.flush()
         _wait(ranks, deadline)
         return [json.loads(result.read_text()) for result in results]
+
+
+def or_skipped(main: Callable[[Sequence[str] | None], None]) -> Callable[..., None]:
+    """A script's `main`, which says so where there can be no link, and does nothing else."""
+
+    @functools.wraps(main)
+    def run(arguments: Sequence[str] | None = None) -> None:
+        try:
+            main(arguments)
+        except LinkUnavailable as reason:
+            print(f"skipped: {reason}")
+
+    return run
 
 
 def burst_bytes(rate: str) -> int:

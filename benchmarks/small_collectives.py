@@ -18,15 +18,10 @@ flags fly; in one launch the flight of each leg's flag is added.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
-
-if not __package__:  # run as a file
-    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "src")]
 
 import torch
 import triton

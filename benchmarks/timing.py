@@ -1,4 +1,4 @@
-"""What the scripts here share: their command line, their tables and the files that they write.
+"""The scripts' command line, tables and files.
 
 How times of ranks are taken is `thinwire.tools.bench.timing`'s, and on what machine `thinwire.tools.bench.results`'s.
 """
@@ -37,7 +37,6 @@ __all__ = [
     "read_json",
     "relative_error",
     "run_over_ranks",
-    "share_a_gpu",
     "spread",
     "verdict",
     "write_json",
@@ -91,14 +90,10 @@ def parser(description: str | None, repeats: int | None, timeout_of: str | None 
     return made
 
 
-def share_a_gpu(device: str, size: int) -> bool:
-    """Whether there are fewer GPUs than ranks: they are threads then, on the first one."""
-    return device == "cuda" and torch.cuda.device_count() < size
-
-
 def run_over_ranks(options: argparse.Namespace, measure: Callable[..., Any], size: int, *passed: object) -> list[Any]:
-    """What `measure` gives on each rank, which gets what is passed, and is a process unless ranks share a GPU."""
-    mode = "thread" if share_a_gpu(options.device, size) else "process"
+    """Runs `measure` on each rank, which gets what is passed, and is a process unless ranks share a GPU."""
+    shared = options.device == "cuda" and torch.cuda.device_count() < size
+    mode = "thread" if shared else "process"
     return run_ranks(measure, size, *passed, mode=mode, device=options.device, timeout=options.timeout)
 
 
@@ -171,7 +166,7 @@ def write_json(path: str | Path, **content: Any) -> None:
 
 
 def read_json(path: str | Path | None, **same: Any) -> dict[str, Any]:
-    """What `write_json` wrote there, for a run that goes on where it ended; empty if there is nothing of that kind.
+    """Reads what `write_json` wrote there, for a run that goes on; empty if there is nothing of that kind.
 
     Args:
         path: the file; None where nothing is kept.

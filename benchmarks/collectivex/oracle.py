@@ -27,9 +27,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a file
-    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "src")]
-
 import torch
 
 from benchmarks import timing

@@ -15,7 +15,7 @@ from thinwire.fused.codec import dequantize, quantize
 from thinwire.testing import run_ranks
 from thinwire.tools.bench import timing
 from thinwire.tools.bench.problems import Verdict, compare, moved_bound, values, wire_bound
-from thinwire.tools.bench.results import Figure, line, median_ratio, read_results, timed
+from thinwire.tools.bench.results import line, median_ratio, read_results, timed
 from thinwire.wire import WireFormat
 
 DEVICE = torch.device("cpu")
@@ -156,11 +156,10 @@ def test_a_file_says_what_predictions_need_and_those_of_before_are_read(tmp_path
     (tmp_path / "a.json").write_text(json.dumps(run_of([figure(), figure(seconds=None)])))
     read = read_results(tmp_path / "a.json")
     assert (read.source, read.ranks, read.hosts) == (str(tmp_path / "a.json"), 4, 1)
-    assert read.figures[0] == Figure("dispatch", "thinwire", "int8", "direct", "uniform", 192e3, pytest.approx(640e-6))
-    assert read.figures[1].median is None
+    assert read.points == {("dispatch", "thinwire", "int8", "direct", "uniform"): [(192e3, pytest.approx(640e-6))]}
     recorded = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu"
     for name in ("bench", "bench_mpi", "wire_price"):
-        assert read_results(recorded / f"{name}.json").figures
+        assert read_results(recorded / f"{name}.json").points
 
 
 @pytest.mark.parametrize(

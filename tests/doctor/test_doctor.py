@@ -62,8 +62,8 @@ def test_the_step_that_fails_is_named_with_its_cause(how: str) -> None:
     if how == "seccomp" and platform.machine() not in ("x86_64", "aarch64"):
         pytest.skip("the number of memfd_create is not known here")
     done = run_broken(how, "thinwire.tools.doctor.posix")
-    cause, advice = posix.explain(posix.Failure(**json.loads(done.stdout)))
-    assert cause.startswith(_CAUSE[how]) and advice
+    told = json.loads(done.stdout)
+    assert told["cause"].startswith(_CAUSE[how]) and told["advice"]
 
 
 def test_where_nothing_is_broken_no_step_fails() -> None:
@@ -111,7 +111,7 @@ _LINE = json.dumps({"mark": "ok", "name": "first", "text": "fine", "advice": ""}
 )
 def test_a_program_that_hangs_or_dies_is_said_and_what_it_told_is_kept(code: str, said: str) -> None:
     program = f"print({_LINE!r}, flush=True); print('not JSON', flush=True); {code}"
-    lines, ending = programs.run_lines([sys.executable, "-S", "-c", program], 1.0)
+    ((lines, ending),) = programs.run_programs([[sys.executable, "-S", "-c", program]], 1.0)
     assert lines == [json.loads(_LINE)] and said in ending
 
 
@@ -121,19 +121,21 @@ def test_what_is_compiled_is_shown_and_takes_no_time_of_the_limit(
     monkeypatch.setattr(programs, "_MOST_BETWEEN_LINES", 5.0)
     monkeypatch.setattr(programs.Process, "last_shown", time.monotonic())
     program = f"import sys, time; time.sleep(2); sys.stderr.write('odd\\nthinwire: compiling\\n'); print({_LINE!r})"
-    assert programs.run_lines([sys.executable, "-S", "-c", program], 0.5) == ([json.loads(_LINE)], "")
+    assert programs.run_programs([[sys.executable, "-S", "-c", program]], 0.5) == [([json.loads(_LINE)], "")]
     assert capfd.readouterr().err == "thinwire: compiling\n"
 
 
 def test_a_look_that_ends_badly_is_a_problem_beside_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looks, "run_lines", lambda *_: ([json.loads(_LINE)], "was killed by signal 11"))
+    monkeypatch.setattr(looks, "run_programs", lambda *_: [([json.loads(_LINE)], "was killed by signal 11")])
     fine, problem = looks.look("gpus", 1.0)
     assert fine.mark == "ok" and problem.mark == "problem"
     assert "was killed by signal 11; the last thing it told: first" in problem.text
 
 
 def test_a_program_that_cannot_be_started_is_said() -> None:
-    assert programs.run_lines(["/nowhere/python"], 1.0) == ([], "could not be started: No such file or directory")
+    sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(99)"]
+    missing = [], "could not be started: No such file or directory"
+    assert programs.run_programs([sleeps, ["/nowhere/python"], sleeps], 99.0) == [([], ""), missing]
 
 
 def test_a_probe_that_raises_is_a_problem_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,28 +27,19 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, answer)
 
 
-def test_each_gpu_is_named_and_an_old_one_noted(two_gpus: None) -> None:
-    new, old = looks.devices()
+def test_each_gpu_is_named_and_what_is_missing_noted(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    new, old, access, links = looks.gpus()
     assert (new.name, new.mark) == ("cuda:0", "ok") and "New, compute capability 9.0" in new.text
     assert "1.0 GiB of 80.0 GiB free" in new.text
     assert (old.name, old.mark) == ("cuda:1", "note") and "8.0 and newer" in old.advice
-
-
-def test_directions_without_access_are_named(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    (access,) = looks.peers()
-    assert access.mark == "note" and access.text == "not from cuda:1 to 0"
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
-    assert [finding.text for finding in looks.peers()] == ["all 2 directions"]
-
-
-def test_without_nvidia_smi_links_are_unknown(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    (links,) = looks.topology()
+    assert (access.mark, access.text) == ("note", "not from cuda:1 to 0")
     assert links.text == "unknown: nvidia-smi not found"
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    assert [*looks.gpus()][2].text == "all 2 directions"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_is_said_with_the_reason() -> None:
-    (finding,) = looks.devices()
+    (finding,) = looks.gpus()
     assert finding.text.startswith("no GPU: torch.cuda.is_available() is False; torch is ")
-    assert not [*looks.peers(), *looks.topology()]

@@ -18,9 +18,8 @@ from tests.gpu.test_experts import TOP_K as EXPERTS_TOP_K
 from tests.moe.test_rounds_direct import DTYPES, HIDDEN, MAX_TOKENS, NUM_EXPERTS, TOP_K
 from thinwire.moe.config import ParallelSettings
 from thinwire.tools.progress import Report
-from thinwire.tools.warmup.compile import compile_ahead
+from thinwire.tools.warmup.compile import archs_here, compile_ahead
 from thinwire.tools.warmup.configuration import Configuration
-from thinwire.tools.warmup.target import archs_here
 
 WORLDS = (4, 8)  # of processes and of threads that share a GPU
 

@@ -61,9 +61,13 @@ def test_times_come_from_a_fit_where_one_is_given(tmp_path: Path, capsys: pytest
     assert leg["predicted_seconds"] == pytest.approx(1e-5 + leg["wire_bytes"] / 1e9)
     assert main(["plan", *SIZES, "--fit", str(file), "--wire", "int8"]) == 0
     text = capsys.readouterr().out
-    assert "alpha 10.0 us, beta 1.000 GB/s, R2 1.0000" in text and "another number of ranks" in text
+    fitted = "dispatch int8: alpha 10.0 us, beta 1.000 GB/s (2 sizes from 1,000 to 100,000 bytes, at most 0.0 % off)"
+    assert fitted in text and "another number of ranks" in text and "as none            -" in text
     assert main(["plan", *SIZES, "--fit", str(file), "--wire", "int4"]) == 2
-    assert "no two sizes to fit dispatch thinwire int4 direct uniform" in capsys.readouterr().err
+    there = (
+        "no two sizes to fit dispatch thinwire int4 direct uniform by; it has: dispatch thinwire int8 direct uniform"
+    )
+    assert there in capsys.readouterr().err
 
 
 def test_a_sweep_has_a_line_for_each_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:

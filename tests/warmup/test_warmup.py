@@ -34,9 +34,9 @@ from thinwire.fused.device_channel import DeviceChannel
 from thinwire.moe.config import ParallelSettings
 from thinwire.testing import run_ranks
 from thinwire.tools.cli import main
+from thinwire.tools.warmup.compile import _Later, collect, find_target
 from thinwire.tools.warmup.configuration import Configuration
 from thinwire.tools.warmup.cpu import cpu_kernels
-from thinwire.tools.warmup.target import _Later, collect, find_target
 from thinwire.triton_kernels import LAUNCHES_VARIABLE, combine, dispatch, permute
 from thinwire.triton_kernels.expert_gemm import INNER_WIRE, expert_gemm
 from thinwire.triton_kernels.int8_weights import Int8Weights

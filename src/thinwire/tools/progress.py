@@ -82,7 +82,7 @@ class Progress:
 
     @functools.cached_property
     def report(self) -> Report:
-        """For the ranks. Needs a file: where there can be none, `stage` works all the same."""
+        """The ranks' end of it. Needs a file; where there can be none, `stage` works all the same."""
         path = Path(self._ended.enter_context(tempfile.TemporaryDirectory(prefix="thinwire-progress-"))) / "told"
         path.touch()
         self._told = self._ended.enter_context(path.open())

@@ -26,6 +26,61 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def thinwire(problem: Collective | Round, wire: str, transport: str, laps: Laps) -> Candidate:
+    """The operation over one wire and transport."""
+    if isinstance(problem, Round):
+        return Candidate(THINWIRE, wire, transport, partial(_round, problem, wire, transport, laps))
+    operations: dict[str, Callable[..., object]] = {
+        "all_to_all_v": all_to_all_v, "all_gather": all_gather, "reduce_scatter": reduce_scatter,
+        "all_reduce": all_reduce,
+    }  # fmt: skip
+    settings = {"out": problem.out, "wire": wire, "comm": problem.comm, "transport": transport}
+    counts = () if problem.counts is None else (problem.send_counts, problem.recv_counts)
+    call = partial(operations[problem.operation], problem.x, *counts, **settings)
+    return Candidate(THINWIRE, wire, transport, partial(_of_collective, problem, call, WireFormat.parse(wire)))
+
+
+def process_group(problem: Collective | Round, name: str, laps: Laps) -> Candidate:
+    """The process group's own collectives, "gloo" or "nccl", in the tensor's dtype."""
+    x, out, group = problem.x, problem.out, problem.comm.group
+
+    def reduce_all() -> None:
+        out.copy_(x)  # it works in place, and sums of sums would overflow
+        dist.all_reduce(out, group=group)
+
+    if isinstance(problem, Round):
+        return Candidate(name, "none", None, partial(_routed_rows, problem, name, partial(_exchange, group), laps))
+    if problem.counts is not None:
+        counts = problem.recv_counts, problem.send_counts
+        call: Callable[[], object] = partial(dist.all_to_all_single, out, x, *counts, group=group)
+    elif problem.operation == "all_reduce":
+        call = reduce_all
+    else:
+        moved = _all_gather if problem.operation == "all_gather" else _reduce_scatter
+        call = partial(moved, out, x, group=group)
+    return Candidate(name, "none", None, partial(_of_collective, problem, call))
+
+
+def _exchange(
+    group: dist.ProcessGroup, rows: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
+) -> torch.Tensor:
+    received = rows.new_empty(sum(recv_counts), *rows.shape[1:])
+    dist.all_to_all_single(received, rows, list(recv_counts), list(send_counts), group=group)
+    return received
+
+
+def copy(problem: Collective | Round) -> Candidate:
+    """A plain copy of as many bytes, for what memory allows; no whole round is one."""
+    source, operations = problem.x.new_ones(problem.copied), [each for each in problem.operations if each != "moe"]
+
+    def make() -> Contender:
+        target = torch.empty_like(source)
+        run = lambda: dict.fromkeys(operations, target.copy_(source))  # noqa: E731
+        return Contender(run, lambda _, got: compare(got, source, 0.0), dict.fromkeys(operations, 0.0), (target,))
+
+    return Candidate(COPY, "none", None, make)
+
+
 def _of_collective(
     problem: Collective,
     call: Callable[[], object],
@@ -40,44 +95,16 @@ def _of_collective(
         call()
         return {problem.operation: filled}
 
-    exact = problem.logical_bytes * x.dtype.itemsize / problem.dtype.itemsize
+    exact = problem.logical_bytes[problem.operation] * x.dtype.itemsize / problem.dtype.itemsize
     sent = {problem.operation: exact if wire is None else problem.wire_bytes(wire)}
-    return Contender(run, lambda _, got: problem.judge(got, wire), sent, (filled,), (x,))
+    return Contender(run, partial(problem.judge, wire=wire), sent, (filled,), (x,))
 
 
-def copy(source: torch.Tensor, operations: Sequence[str]) -> Candidate:
-    """A plain copy of as many bytes, for what memory allows; measured as each of the operations."""
-
-    def make() -> Contender:
-        target = torch.empty_like(source)
-        run = lambda: dict.fromkeys(operations, target.copy_(source))  # noqa: E731
-        return Contender(run, lambda _, got: compare(got, source, 0.0), dict.fromkeys(operations, 0.0), (target,))
-
-    return Candidate(COPY, "none", None, make)
-
-
-def thinwire_collective(problem: Collective, wire: str, transport: str) -> Candidate:
-    """A collective over one wire and transport."""
-    settings = {"wire": wire, "comm": problem.comm, "transport": transport}
-    operations: dict[str, Callable[..., object]] = {
-        "all_to_all_v": all_to_all_v, "all_gather": all_gather, "reduce_scatter": reduce_scatter,
-        "all_reduce": all_reduce,
-    }  # fmt: skip
-    counts = () if problem.counts is None else (problem.send_counts, problem.recv_counts)
-    call = partial(operations[problem.operation], problem.x, *counts, out=problem.out, **settings)
-    return Candidate(THINWIRE, wire, transport, partial(_of_collective, problem, call, WireFormat.parse(wire)))
-
-
-def thinwire_round(problem: Round, wire: str, transport: str, laps: Laps) -> Candidate:
-    """Dispatch and combine over one wire and transport."""
-    candidate = Candidate(THINWIRE, wire, transport, lambda: _round(problem, wire, transport, candidate.label, laps))
-    return candidate
-
-
-def _round(problem: Round, wire: str, transport: str, label: str, laps: Laps) -> Contender:
-    sizes = problem.experts, problem.top_k, problem.hidden, problem.tokens
+def _round(problem: Round, wire: str, transport: str, laps: Laps) -> Contender:
+    label = f"{THINWIRE}/{wire}/{transport}"
+    sizes = problem.experts, problem.top_k, problem.hidden, problem.rows
     ep = ExpertParallel(problem.comm, *sizes, wire=wire, transport=transport, dtype=problem.dtype)
-    routed, parsed = (problem.x, problem.topk_ids, problem.topk_weights), WireFormat.parse(wire)
+    routed = problem.x, problem.topk_ids, problem.topk_weights
 
     def run() -> Mapping[str, torch.Tensor]:
         laps.start()
@@ -94,39 +121,8 @@ def _round(problem: Round, wire: str, transport: str, label: str, laps: Laps) ->
     d = ep.dispatch(*routed)
     sent = {"dispatch": float(d.dispatch_traffic.wire_bytes), "combine": float(d.combine_traffic.wire_bytes)}
     ep.combine(d.tokens, d)
-    judge = partial(problem.judge, wire=parsed)
-    sent["moe"] = sum(sent.values())
-    return Contender(run, judge, sent, (problem.out,), (problem.x,), ep.close)
-
-
-def group_collective(problem: Collective, name: str) -> Candidate:
-    """The process group's own collective, "gloo" or "nccl", in the tensor's dtype."""
-    x, out, group = problem.x, problem.out, problem.comm.group
-
-    def reduce_all() -> None:
-        out.copy_(x)  # it works in place, and sums of sums would overflow
-        dist.all_reduce(out, group=group)
-
-    if problem.counts is not None:
-        counts = problem.recv_counts, problem.send_counts
-        call: Callable[[], object] = partial(dist.all_to_all_single, out, x, *counts, group=group)
-    elif problem.operation == "all_reduce":
-        call = reduce_all
-    else:
-        moved = _all_gather if problem.operation == "all_gather" else _reduce_scatter
-        call = partial(moved, out, x, group=group)
-    return Candidate(name, "none", None, partial(_of_collective, problem, call))
-
-
-def group_exchange(comm: Communicator) -> Exchange:
-    """The process group's all-to-all, for `routed_rows`."""
-
-    def exchange(rows: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> torch.Tensor:
-        received = rows.new_empty(sum(recv_counts), *rows.shape[1:])
-        dist.all_to_all_single(received, rows, list(recv_counts), list(send_counts), group=comm.group)
-        return received
-
-    return exchange
+    judge = partial(problem.judge, wire=WireFormat.parse(wire))
+    return Contender(run, judge, sent | {"moe": sum(sent.values())}, (problem.out,), (problem.x,), ep.close)
 
 
 class OpenMPI:
@@ -154,8 +150,7 @@ class OpenMPI:
         """MPI's own."""
         self._world.Barrier()
 
-    def exchange(self, rows: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> torch.Tensor:
-        """Alltoallv of rows [rows, ...] into a new tensor, for `routed_rows`."""
+    def _exchange(self, rows: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> torch.Tensor:
         out = rows.new_empty(sum(recv_counts), *rows.shape[1:])
         self._all_to_all_v(rows, send_counts, out, recv_counts)()
         return out
@@ -169,8 +164,10 @@ class OpenMPI:
 
         return partial(self._world.Alltoallv, segments(x, send_counts), segments(out, recv_counts))
 
-    def collective(self, problem: Collective) -> Candidate:
-        """The same collective. MPI has no 16-bit floats: those are summed as float32, which the wire's name says."""
+    def candidate(self, problem: Collective | Round, laps: Laps) -> Candidate:
+        """Open MPI's operation. It has no 16-bit floats: those are summed as float32, which the wire's name says."""
+        if isinstance(problem, Round):
+            return Candidate(OPEN_MPI, "none", None, partial(_routed_rows, problem, OPEN_MPI, self._exchange, laps))
         x, out, itemsize = problem.x, problem.out, problem.dtype.itemsize
         if problem.counts is not None:
             call = self._all_to_all_v(x, problem.send_counts, out, problem.recv_counts)
@@ -195,16 +192,13 @@ def _bytes(tensor: torch.Tensor) -> Any:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
-def routed_rows(problem: Round, name: str, exchange: Exchange, laps: Laps) -> Candidate:
+def _routed_rows(problem: Round, name: str, exchange: Exchange, laps: Laps) -> Contender:
     """A round as it is written with a plain all-to-all: a row for each expert of a token, there and back.
 
     Rows are permuted by expert, counts are exchanged, then rows; received ones are permuted by expert again. Back it
     goes the same way, and the token's home makes the weighted sum.
     """
-    return Candidate(name, "none", None, lambda: _routed_rows(problem, f"{name}/none", exchange, laps))
-
-
-def _routed_rows(problem: Round, label: str, exchange: Exchange, laps: Laps) -> Contender:
+    label = f"{name}/none"
     x, ids, weights, rank = problem.x, problem.topk_ids, problem.topk_weights, problem.comm.rank
     local = [end - begin for begin, end in zip(problem.first, problem.first[1:], strict=False)]
     own = local[rank]

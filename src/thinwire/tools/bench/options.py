@@ -1,4 +1,4 @@
-"""What was asked for, checked before anything is started. Imports neither torch nor numpy."""
+"""The command's options, checked before anything is started. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Settings:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Settings:
-        """Of the command's options.
+        """Takes the command's options.
 
         Raises:
             ArgumentError, WireFormatError: an option is not accepted; the message says what is.

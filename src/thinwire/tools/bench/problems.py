@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from thinwire.comm import Communicator
 from thinwire.fused.partition import gathered_parts, split_parts
+from thinwire.tools.bench.options import ROUND
 from thinwire.tools.bench.traffic import Integers, expert_load, first_experts, rows_between, skew_of
 from thinwire.wire import BLOCK, WireFormat
 
@@ -74,7 +75,7 @@ def compare(
 
 
 def wire_bound(x: torch.Tensor, wire: WireFormat, counts: Sequence[int] = (), row: int = 0) -> torch.Tensor:
-    """How far elements may be off in float32 once they were quantised.
+    """Returns how far elements may be off in float32 once they were quantised.
 
     `x` is [rows, width]; or flat, cut into parts of `counts` elements, and each part into rows of `row`.
     """
@@ -97,7 +98,7 @@ def wire_bound(x: torch.Tensor, wire: WireFormat, counts: Sequence[int] = (), ro
 
 
 def moved_bound(x: torch.Tensor, wire: WireFormat, counts: Sequence[int] = (), row: int = 0) -> torch.Tensor | float:
-    """The same once they were rounded to their dtype, too; 0 where nothing is quantised."""
+    """Returns how far elements may be off once they are rounded to their dtype, too; 0 where nothing is quantised."""
     if not wire.quantized:
         return 0.0
     error = wire_bound(x, wire, counts, row)
@@ -105,7 +106,7 @@ def moved_bound(x: torch.Tensor, wire: WireFormat, counts: Sequence[int] = (), r
 
 
 def _rounding(magnitudes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What the last rounding to a dtype may add where results have such magnitudes."""
+    """Returns what the last rounding to a dtype may add to results of such magnitudes."""
     return magnitudes.abs() * (torch.finfo(dtype).eps / 2)
 
 
@@ -126,8 +127,10 @@ class Collective:
 
     Attributes:
         x: what this rank gives; `out` is where the result is to be left.
-        rows: of this rank: elements, but of all_to_all_v.
+        rows: of this rank, which are elements but in all_to_all_v; `counted` says what they are.
         skew: rows of the busiest receiver by the mean; None where all get the same.
+        logical_bytes: by operation, which here is one.
+        copied: shape of the tensor that a copy for comparison has.
 
     Args:
         size_bytes: of all but all_to_all_v, which has `counts` [ranks, ranks], rows from rank i to rank j, and `width`
@@ -145,6 +148,7 @@ class Collective:
     ) -> None:
         self.comm, self.dtype, self.operation, self.counts, self.width = comm, dtype, operation, counts, width
         rank, ranks = comm.rank, comm.size
+        self.operations, self.counted = (operation,), "elements" if counts is None else "rows"
         self._parts: tuple[list[int], int] = ([], 0)
         self.skew: float | None = None
         if counts is not None:
@@ -152,7 +156,7 @@ class Collective:
             self._given = [torch.Size((rows, width)) for rows in counts.sum(1).tolist()]
             self.rows, got = self._given[rank][0], torch.Size((sum(self.recv_counts), width))
             self.size_bytes = int(counts.sum(1).max()) * width * dtype.itemsize
-            self.logical_bytes = (self.rows - self.send_counts[rank]) * width * float(dtype.itemsize)
+            logical = (self.rows - self.send_counts[rank]) * width * float(dtype.itemsize)
             self.skew = skew_of(counts.sum(0).tolist())
         else:
             elements = max(1, size_bytes // dtype.itemsize)
@@ -165,24 +169,24 @@ class Collective:
             self._parts = parts.counts, row
             self.size_bytes = whole * dtype.itemsize
             legs = 2 if operation == "all_reduce" else 1
-            self.logical_bytes = legs * (ranks - 1) / ranks * self.size_bytes
+            logical = legs * (ranks - 1) / ranks * self.size_bytes
             self._own = slice(rank * share, (rank + 1) * share) if operation == "reduce_scatter" else slice(None)
+        self.logical_bytes, self.copied = {operation: logical}, (self.size_bytes // dtype.itemsize,)
         self.x = self._values(rank)
         self.out = self.x.new_empty(got)
 
     def _values(self, rank: int) -> torch.Tensor:
-        """What a rank gives."""
+        """Computes what a rank gives."""
         shape = self._given[rank]
         return values(rank, shape.numel(), self.comm.device, self.dtype).view(shape)
 
     def wire_bytes(self, wire: WireFormat) -> float:
         """Bytes of records that leave this rank."""
         rank, others = self.comm.rank, self.comm.size - 1
+        if not wire.quantized and self.operation in ("all_to_all_v", "all_gather"):
+            return self.logical_bytes[self.operation]
         if self.counts is not None:
-            leaving = self.rows - self.send_counts[rank]
-            return leaving * wire.row_bytes(self.width) if wire.quantized else self.logical_bytes
-        if not wire.quantized and self.operation == "all_gather":
-            return self.logical_bytes
+            return float((self.rows - self.send_counts[rank]) * wire.row_bytes(self.width))
         counts, row = self._parts
         rows = [-(-count // row) for count in counts]
         to_owners, to_all = sum(rows) - rows[rank], others * rows[rank]
@@ -191,7 +195,7 @@ class Collective:
 
     @cached_property
     def _moved(self) -> torch.Tensor:
-        """What must arrive in all_to_all_v and all_gather."""
+        """The exact result of all_to_all_v and all_gather."""
         every = [self._values(rank) for rank in range(self.comm.size)]
         if self.counts is not None:
             every = [x.split(sent)[self.comm.rank] for x, sent in zip(every, self.counts.tolist(), strict=True)]
@@ -199,7 +203,7 @@ class Collective:
 
     @cached_property
     def _sums(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of all elements: in float64, in float32 in ascending rank, and of the magnitudes."""
+        """Sums over ranks: in float64, in float32 in ascending rank, and of the magnitudes."""
         exact = torch.zeros(self.x.shape, dtype=torch.float64, device=self.x.device)
         ascending, magnitudes = exact.float(), exact.float()
         for rank in range(self.comm.size):
@@ -209,9 +213,9 @@ class Collective:
             magnitudes += x.abs()
         return exact, ascending, magnitudes
 
-    def judge(self, got: torch.Tensor, wire: WireFormat | None) -> Verdict:
-        """Of what came over a wire; None for other libraries, which move exactly, and sum in any order."""
-        if self.operation in ("all_to_all_v", "all_gather"):
+    def judge(self, operation: str, got: torch.Tensor, wire: WireFormat | None) -> Verdict:
+        """Judges what came over a wire; None: over another library, which moves exactly, and sums in any order."""
+        if operation in ("all_to_all_v", "all_gather"):
             bound = 0.0 if wire is None else moved_bound(self._moved, wire, *self._parts)
             return compare(got, self._moved, bound)
         exact, ascending, magnitudes = self._sums
@@ -221,7 +225,7 @@ class Collective:
             bound = magnitudes * (self.comm.size * _FLOAT32_SLACK)
             for rank in range(self.comm.size):
                 bound += wire_bound(self._values(rank), wire, *self._parts)
-            if self.operation == "all_reduce":  # the sums travel again
+            if operation == "all_reduce":  # the sums travel again
                 bound += wire_bound(exact.float().abs() + bound, wire, *self._parts)
             bound += _rounding(exact.float().abs() + bound, self.dtype)
         else:
@@ -240,19 +244,21 @@ class Round:
         first: where each rank's experts begin, and the end.
         expert_rows: rows that this rank's experts get, and `factors` [expert_rows, 1] what they multiply each by.
         between: [ranks, ranks] tokens that go from rank i to rank j; `load` [experts] rows of each expert.
-        logical_bytes: by operation.
+        logical_bytes, copied, counted: as a collective's; `rows` are tokens here.
         skew: rows of the busiest rank's experts by the mean over ranks.
     """
+
+    operations, counted = ROUND, "tokens"
 
     def __init__(self, comm: Communicator, dtype: torch.dtype, hidden: int, ids: list[Integers], experts: int) -> None:
         self.comm, self.dtype, self.hidden, self.experts, self._ids = comm, dtype, hidden, experts, ids
         rank = comm.rank
-        self.tokens, self.top_k = ids[rank].shape
+        self.rows, self.top_k = ids[rank].shape
         self.first = first_experts(experts, comm.size)
         self.x = self._tokens_of(rank)
         self.topk_ids = torch.from_numpy(ids[rank]).to(comm.device)
         generator = torch.Generator().manual_seed(rank)
-        weights = torch.rand(self.tokens, self.top_k, generator=generator, dtype=torch.float32, device="cpu") + 0.1
+        weights = torch.rand(self.rows, self.top_k, generator=generator, dtype=torch.float32, device="cpu") + 0.1
         self.topk_weights = (weights / weights.sum(1, keepdim=True)).to(comm.device)
         self.out = torch.empty_like(self.x)
         self.between, self.load = rows_between(ids, experts), expert_load(ids, experts)
@@ -261,6 +267,8 @@ class Round:
         own = np.arange(self.first[rank], self.first[rank + 1])
         self.factors = _factors(torch.from_numpy(np.repeat(own, self.load[own])))[:, None].to(comm.device, dtype)
         self.size_bytes, row_bytes = self.x.nbytes, hidden * dtype.itemsize
+        # A leg reads tokens and writes experts' rows, or the other way round; a copy reads as much as it writes.
+        self.copied = max(1, (self.rows + self.expert_rows) // 2), hidden
         staying = self.between[rank, rank]
         legs = {
             "dispatch": float(self.between[rank].sum() - staying) * row_bytes,
@@ -269,18 +277,18 @@ class Round:
         self.logical_bytes = legs | {"moe": sum(legs.values())}
 
     def experts_on(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the experts here make of their rows."""
+        """Applies this rank's experts to their rows."""
         return tokens * self.factors
 
     def _tokens_of(self, rank: int) -> torch.Tensor:
-        return values(rank, self.tokens * self.hidden, self.comm.device, self.dtype).view(self.tokens, self.hidden)
+        return values(rank, self.rows * self.hidden, self.comm.device, self.dtype).view(self.rows, self.hidden)
 
     @cached_property
     def _arriving(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All ranks' tokens, and which of them each expert row is: by expert, then source rank, then token."""
         tokens = torch.cat([self._tokens_of(rank) for rank in range(self.comm.size)])
         places = [
-            np.flatnonzero((own == expert).any(1)) + rank * self.tokens
+            np.flatnonzero((own == expert).any(1)) + rank * self.rows
             for expert in range(self.first[self.comm.rank], self.first[self.comm.rank + 1])
             for rank, own in enumerate(self._ids)
         ]
@@ -292,7 +300,7 @@ class Round:
         return self.topk_weights * _factors(self.topk_ids)
 
     def judge(self, operation: str, got: torch.Tensor, wire: WireFormat | None) -> Verdict:
-        """Of the rows of this rank's experts after dispatch, else of the sums; `wire` as in `Collective.judge`."""
+        """Judges the experts' rows after dispatch, else the sums; `wire` as in `Collective.judge`."""
         if operation == "dispatch":
             tokens, index = self._arriving
             return compare(got, tokens, 0.0 if wire is None else moved_bound(tokens, wire), index)
@@ -325,5 +333,5 @@ class Round:
 
 
 def _factors(experts: torch.Tensor) -> torch.Tensor:
-    """What experts of such numbers multiply by: 1/2, 1 or 2."""
+    """Returns the experts' factors: 1/2, 1 or 2."""
     return torch.exp2((experts % 3 - 1).float())

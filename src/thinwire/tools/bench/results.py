@@ -43,7 +43,7 @@ _MOST_FIGURES = 10_000
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What was measured on: processor, GPU and versions."""
+    """Describes this machine: processor, GPU and versions."""
     import torch
 
     described: dict[str, Any] = {
@@ -73,7 +73,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def in_words(described: dict[str, Any]) -> str:
-    """What `machine` says, in one line."""
+    """Joins what `machine` says into one line."""
     return ", ".join(f"{name} {value}" for name, value in described.items() if value is not None)
 
 
@@ -117,7 +117,7 @@ def commit() -> str | None:
 def timed(
     sizes: Mapping[str, Any], samples: Sequence[float] | None, reference: Sequence[float] | None, wire_bytes: float
 ) -> dict[str, Any]:
-    """What follows from the samples of one contender and of the reference, None for wrong results.
+    """Derives figures from the samples of one contender and of the reference, None for wrong results.
 
     A speedup is the ratio of the medians; the paired one is the median over rounds of the ratio within the round.
     """
@@ -221,7 +221,7 @@ def heading(counted: str, reference: str) -> str:
 
 
 def title(figure: Mapping[str, Any], dtype: str) -> str:
-    """What stands over the lines of one operation and routing."""
+    """Returns the line over those of one operation and routing."""
     routed = "" if figure["routing"] is None else f", routing {figure['routing']}, skew {figure['skew']:.2f}"
     violated = "" if figure["max_violation"] is None else f", MaxVio {figure['max_violation']:.2f}"
     return f"# {figure['operation']} of {dtype}{routed}{violated}"
@@ -244,29 +244,26 @@ def _aligned(cells: Sequence[str]) -> str:
 # Reading a file, which may come from anywhere and is trusted in nothing
 
 
-class Figure(NamedTuple):
-    """Of one operation and size as one implementation does it, what predictions need; wrong results have no median."""
-
-    operation: str
-    implementation: str
-    wire: str
-    transport: str | None
-    routing: str | None
-    wire_bytes: float
-    median: float | None
+#: Operation, implementation, wire format, transport and routing.
+Key = tuple[str, str, str, str | None, str | None]
 
 
-class Results(NamedTuple):
-    """A run: where it was read, its ranks and hosts, and its figures."""
+class Measured(NamedTuple):
+    """The part of a run that predictions need.
+
+    Attributes:
+        source, ranks, hosts: where it was read, and how many took part.
+        points: wire bytes and median seconds of every figure whose result was right.
+    """
 
     source: str
     ranks: int
     hosts: int
-    figures: tuple[Figure, ...]
+    points: dict[Key, list[tuple[float, float]]]
 
 
-def read_results(path: str | Path) -> Results:
-    """What a file of `thinwire bench --json` says, checked.
+def read_results(path: str | Path) -> Measured:
+    """Reads and checks a file of `thinwire bench --json`.
 
     Raises:
         ThinwireError: the file is not accepted; the message says why.
@@ -276,21 +273,18 @@ def read_results(path: str | Path) -> Results:
     for name, wanted in (("format", FORMAT), ("version", FORMAT_VERSION)):
         fields.get(name, just(wanted))
     ranks = fields.get("ranks", within(1, MOST_RANKS))
-    figures = fields.get("figures", list_of(_figure, _MOST_FIGURES))
-    return Results(source, ranks, fields.get("hosts", within(1, ranks)), figures)
+    points: dict[Key, list[tuple[float, float]]] = {}
+    for key, num_bytes, median in fields.get("figures", list_of(_figure, _MOST_FIGURES)):
+        if median is not None:  # a wrong result has none
+            points.setdefault(key, []).append((num_bytes, median))
+    return Measured(source, ranks, fields.get("hosts", within(1, ranks)), points)
 
 
-def _figure(value: object) -> Figure:
-    fields = Fields(value, "")
-    return Figure(
-        operation=fields.get("operation", one_of(OPERATIONS)),
-        implementation=fields.get("implementation", text),
-        wire=fields.get("wire", text),
-        transport=fields.get("transport", or_none(text)),
-        routing=fields.get("routing", or_none(text)),
-        wire_bytes=fields.get("wire_bytes", number("a number of bytes", 1e18)),
-        median=fields.get("seconds", or_none(_median)),
-    )
+def _figure(value: object) -> tuple[Key, float, float | None]:
+    fields, some = Fields(value, ""), or_none(text)
+    names = {"operation": one_of(OPERATIONS), "implementation": text, "wire": text, "transport": some, "routing": some}
+    key: Any = tuple(fields.get(name, check) for name, check in names.items())
+    return key, fields.get("wire_bytes", number("a number of bytes", 1e18)), fields.get("seconds", or_none(_median))
 
 
 def _median(value: object) -> float:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ _LINE = 110
 
 @dataclass
 class Results:
-    """What a run has found; the same on all ranks."""
+    """The figures of a run; the same on all ranks."""
 
     hosts: int
     figures: list[dict[str, Any]] = field(default_factory=list)
@@ -106,7 +107,7 @@ class Session:
             print_over(text)
 
     def _print_ranks(self) -> None:
-        """Which process each rank is, where it runs, and on what."""
+        """Prints each rank's process, host and device."""
         device = self.comm.device
         named = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
         everyone = self.comm.all_gather_object((str(os.getpid()), socket.gethostname(), named))
@@ -118,32 +119,31 @@ class Session:
     def run(self) -> Results:
         """Measures everything that was asked for."""
         jobs = list(self._jobs())
-        for place, (what, needed, job) in enumerate(jobs, 1):
+        for place, (what, needed, routing, make) in enumerate(jobs, 1):
             if self._fits(what, needed):
-                job(f"{place} of {len(jobs)}: {what}")
+                self._measure(f"{place} of {len(jobs)}: {what}", make(), routing)
             if self._keep is not None:  # the run may be cut off at any moment
                 left = [{"implementation": what, "reason": _CUT_OFF} for what, *_ in jobs[place:]]
                 self._keep(Results(**vars(self.results) | {"skipped": self.results.skipped + left}))
         return self.results
 
-    def _jobs(self) -> Iterator[tuple[str, int, Callable[[str], None]]]:
-        """What is measured, the memory that each rank needs for it, and how."""
+    def _jobs(self) -> Iterator[tuple[str, int, Routing | None, Callable[[], Collective | Round]]]:
+        """Lists what is measured: its name, the memory that each rank needs for it, its routing, and how to make it."""
         chosen = self.settings
         for operation in (operation for operation in COLLECTIVES if operation in chosen.operations):
             # What all ranks share equally has no routing.
             for routing in chosen.routings if operation == "all_to_all_v" else (None,):
                 for size in chosen.sizes:
-                    job = partial(self._collective, operation, size, routing)
-                    yield f"{operation} of {size} bytes", _OF_A_COLLECTIVE * size, job
-        legs = [operation for operation in ROUND if operation in chosen.operations]
-        for routing in chosen.routings if legs else ():
+                    make = partial(self._collective, operation, size, routing)
+                    yield f"{operation} of {size} bytes", _OF_A_COLLECTIVE * size, routing, make
+        for routing in chosen.routings if {*ROUND} & {*chosen.operations} else ():
             for tokens in chosen.tokens:
                 element_bytes = _ROW_BYTES * chosen.top_k * self.dtype.itemsize + _CHECKED_BYTES * self.comm.size
-                job = partial(self._round, legs, tokens, routing)
-                yield f"a round of {tokens} tokens", tokens * chosen.hidden * element_bytes, job
+                needed = tokens * chosen.hidden * element_bytes
+                yield f"a round of {tokens} tokens", needed, routing, partial(self._round, tokens, routing)
 
     def _fits(self, what: str, needed: int) -> bool:
-        """Whether all ranks have memory for it; if one has not, all leave it out."""
+        """Tells whether all ranks have memory for it; if one has not, all leave it out."""
         device, needed = self.comm.device, needed * self._sharing
         free = int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_bytes()
         fits = all(self.comm.all_gather_object(needed <= _SHARE * free))
@@ -151,98 +151,79 @@ class Session:
             self._skip(what, f"needs about {needed / 2**20:.0f} MiB, more than half of what is free")
         return fits
 
-    def _collective(self, operation: str, size: int, routing: Routing | None, job: str) -> None:
-        counts, width, comm = None, 1, self.comm
+    def _collective(self, operation: str, size: int, routing: Routing | None) -> Collective:
+        counts, width, ranks = None, 1, self.comm.size
         if routing is not None:
             elements = max(1, size // self.dtype.itemsize)
-            width = max(1, min(self.settings.hidden, elements // comm.size))
-            counts = row_counts(routing, elements // width, comm.size)
-        problem = Collective(comm, self.dtype, operation, size, counts, width)
-        candidates = []
-        if "group" in self.settings.baselines and self.group is not None:
-            candidates.append(made.group_collective(problem, self.group))
-        if self._mpi is not None:
-            candidates.append(self._mpi.collective(problem))
-        source = problem.x.new_ones(problem.size_bytes // self.dtype.itemsize)
-        candidates += self._copies(source, [operation])
-        for transport in self.settings.transports:
-            candidates += [made.thinwire_collective(problem, wire, transport) for wire in self.settings.wires]
-        rows = max(comm.all_gather_object(problem.rows))
-        self._measure(job, candidates, [operation], problem, rows, routing, source.nbytes)
+            width = max(1, min(self.settings.hidden, elements // ranks))
+            counts = row_counts(routing, elements // width, ranks)
+        return Collective(self.comm, self.dtype, operation, size, counts, width)
 
-    def _round(self, legs: Sequence[str], tokens: int, routing: Routing, job: str) -> None:
-        chosen, comm = self.settings, self.comm
-        ids = expert_ids(routing, tokens, chosen.experts, chosen.top_k, comm.size)
-        problem = Round(comm, self.dtype, chosen.hidden, ids, chosen.experts)
+    def _round(self, tokens: int, routing: Routing) -> Round:
+        chosen = self.settings
+        ids = expert_ids(routing, tokens, chosen.experts, chosen.top_k, self.comm.size)
+        problem = Round(self.comm, self.dtype, chosen.hidden, ids, chosen.experts)
         self.results.traffic, self.results.expert_load = problem.between.tolist(), problem.load.tolist()
-        candidates = []
+        return problem
+
+    def _candidates(self, problem: Collective | Round) -> Iterator[Candidate]:
+        chosen = self.settings
         if "group" in chosen.baselines and self.group is not None:
-            candidates.append(made.routed_rows(problem, self.group, made.group_exchange(comm), self.laps))
+            yield made.process_group(problem, self.group, self.laps)
         if self._mpi is not None:
-            candidates.append(made.routed_rows(problem, made.OPEN_MPI, self._mpi.exchange, self.laps))
-        # A leg reads tokens and writes experts' rows, or the other way round; a copy reads as much as it writes.
-        source = problem.x.new_ones(max(1, (tokens + problem.expert_rows) // 2), chosen.hidden)
-        candidates += self._copies(source, ["dispatch", "combine"])
+            yield self._mpi.candidate(problem, self.laps)
+        if "copy" in chosen.baselines:
+            yield made.copy(problem)
         for transport in chosen.transports:
-            candidates += [made.thinwire_round(problem, wire, transport, self.laps) for wire in chosen.wires]
-        self._measure(job, candidates, legs, problem, tokens, routing, source.nbytes)
+            for wire in chosen.wires:
+                yield made.thinwire(problem, wire, transport, self.laps)
 
-    def _copies(self, source: torch.Tensor, operations: Sequence[str]) -> list[Candidate]:
-        return [made.copy(source, operations)] if "copy" in self.settings.baselines else []
-
-    def _measure(
-        self,
-        job: str,
-        candidates: Sequence[Candidate],
-        operations: Sequence[str],
-        problem: Collective | Round,
-        rows: int,
-        routing: Routing | None,
-        copied: int,
-    ) -> None:
-        """Measures candidates as these operations, and prints and keeps a figure for each."""
-        is_round = isinstance(problem, Round)
+    def _measure(self, job: str, problem: Collective | Round, routing: Routing | None) -> None:
+        """Measures all candidates, and prints and keeps a figure for each operation that was asked for."""
+        candidates = list(self._candidates(problem))
+        operations = [each for each in problem.operations if each in self.settings.operations]
         self._report.stage(job, len(candidates))
-        found = measure(self.comm, candidates, self.settings, self.laps if is_round else None, self._report)
-        for candidate, reason in found.missing:
+        found, missing = measure(self.comm, candidates, self.settings, self.laps, self._report)
+        for candidate, reason in missing:
             where = {"operation": "/".join(operations), "wire": candidate.wire, "transport": candidate.transport}
             self._skip(candidate.implementation, reason, **where)
+        everyone = self.comm.all_gather_object((problem.rows, problem.logical_bytes))
         for operation in operations:
-            logical = problem.logical_bytes[operation] if isinstance(problem, Round) else problem.logical_bytes
             sizes = {
                 "operation": operation,
                 "routing": None if routing is None else str(routing),
                 "skew": problem.skew,
                 "max_violation": violation_of(problem.load) if isinstance(problem, Round) else None,
-                "tokens": rows,
+                "tokens": max(rows for rows, _ in everyone),
                 "size_bytes": problem.size_bytes,
-                "logical_bytes": sum(self.comm.all_gather_object(logical)) / self.comm.size,
+                "logical_bytes": sum(logical[operation] for _, logical in everyone) / self.comm.size,
                 "reference": self.reference,
             }
-            for candidate in candidates:
-                key = candidate.label, operation
-                if key not in found.sent:
-                    continue
-                verdict = found.verdicts.get(key)
-                reference = found.samples.get((f"{self.reference}/none", operation))
+            samples = {outcome.candidate.label: outcome.samples.get(operation) for outcome in found}
+            for outcome in (outcome for outcome in found if operation in outcome.sent):
+                candidate, verdict = outcome.candidate, outcome.verdicts.get(operation)
+                # What is wrong in a leg that was not asked for counts in those that were.
+                others = {*operations} - {operation}
+                wrong = sum(each.wrong for what, each in outcome.verdicts.items() if what not in others)
+                times = samples[candidate.label], samples.get(f"{self.reference}/none")
                 figure = {
                     **dict(zip(("implementation", "wire", "transport"), candidate[:3], strict=True)),
                     **sizes,
-                    **written.timed(sizes, found.samples.get(key), reference, found.sent[key]),
+                    **written.timed(sizes, *times, outcome.sent[operation]),
                     "relative_error": verdict and written.relative(verdict.error_squares, verdict.squares),
-                    # What is wrong in a leg that was not asked for counts in those that were.
-                    "wrong": verdict and verdict.wrong + found.wrong(candidate.label, besides=operations),
+                    "wrong": verdict and wrong,
                 }
-                self._add(figure, "tokens" if is_round else "rows" if routing else "elements", copied)
+                self._add(figure, problem)
 
-    def _add(self, figure: dict[str, Any], counted: str, copied: int) -> None:
+    def _add(self, figure: dict[str, Any], problem: Collective | Round) -> None:
         self.results.figures.append(figure)
+        copied = math.prod(problem.copied) * self.dtype.itemsize
         if figure["implementation"] == made.COPY and figure["seconds"] and copied > self._most_copied:
             self._most_copied = copied
             self.results.copy_bandwidth = 2 * copied / figure["seconds"]["median"]
         titled = written.title(figure, self.settings.dtype)
         if titled != self._titled:
-            self._print(f"\n{titled}\n{written.heading(counted, self.reference)}")
+            self._print(f"\n{titled}\n{written.heading(problem.counted, self.reference)}")
         self._titled = titled
         self._print(written.line(figure))
 
@@ -326,7 +307,7 @@ def run_bench(settings: Settings, command: str, json_file: Path | None, plot_fol
 
 
 def _placed(settings: Settings, launcher: str | None) -> tuple[str, str]:
-    """Where ranks run, and as what: those that are started here without a GPU each are threads that share the first.
+    """Picks where ranks run, and as what: those that are started here without a GPU each are threads that share one.
 
     Raises:
         ArgumentError: there is no GPU.
@@ -368,7 +349,7 @@ def _comment(text: str) -> None:
 
 
 def print_end(results: Results) -> None:
-    """What stands under the tables."""
+    """Prints what stands under the tables."""
     print()
     for entry in results.skipped:
         where = ", ".join(str(entry[key]) for key in ("operation", "wire", "transport") if entry.get(key))
@@ -386,7 +367,7 @@ def print_end(results: Results) -> None:
 def content_of(
     settings: Settings, described: dict[str, Any], ranks: int, launched: str, command: str, results: Results
 ) -> dict[str, Any]:
-    """What is written to JSON."""
+    """Returns the content of the JSON file."""
     routings = list(map(str, settings.routings))
     return {
         "format": written.FORMAT,

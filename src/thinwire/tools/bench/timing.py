@@ -28,24 +28,32 @@ _CALIBRATION_CALLS = 3
 _CHAIN = 4
 
 
+def _mark(on_gpu: bool) -> Any:
+    """A moment; on a GPU that at which the work so far is done."""
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(before: Any, after: Any) -> float:
+    if isinstance(before, float):
+        return float(after - before)
+    after.synchronize()
+    return float(before.elapsed_time(after)) / 1e3
+
+
 def sampler(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """What gives the seconds of a call; on a GPU those between two events."""
-    return _sample_cuda if device.type == "cuda" else _sample_cpu
+    """Returns a function that gives the seconds of a call; on a GPU those between two events."""
+    on_gpu = device.type == "cuda"
 
+    def sample(function: Callable[[], object]) -> float:
+        before = _mark(on_gpu)
+        function()
+        return _seconds(before, _mark(on_gpu))
 
-def _sample_cpu(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
-
-
-def _sample_cuda(function: Callable[[], object]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    function()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return sample
 
 
 class Laps:
@@ -59,35 +67,25 @@ class Laps:
 
     def start(self) -> None:
         """What comes now belongs to the next part that is marked."""
-        self._started = self._last = self._mark()
+        self._started = self._last = _mark(self._on_gpu)
 
     def skip(self) -> None:
         """What was done since the last mark belongs to no part but the whole."""
-        self._last = self._mark()
+        self._last = _mark(self._on_gpu)
 
     def end(self, part: str, whole: str | None = None) -> None:
         """The part ends here, and the next one begins; so does `whole`, which began with the last `start`."""
-        now = self._mark()
+        now = _mark(self._on_gpu)
         self._parts.append((part, self._last, now))
         if whole is not None:
             self._parts.append((whole, self._started, now))
         self._last = now
 
-    def _mark(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def take(self) -> dict[str, float]:
         """Seconds of each part, added up since this was called last."""
-        if self._on_gpu:
-            torch.cuda.synchronize()
         seconds: dict[str, float] = {}
         for part, before, after in self._parts:
-            taken = before.elapsed_time(after) / 1e3 if self._on_gpu else after - before
-            seconds[part] = seconds.get(part, 0.0) + taken
+            seconds[part] = seconds.get(part, 0.0) + _seconds(before, after)
         self._parts.clear()
         return seconds
 
@@ -206,38 +204,35 @@ class Candidate(NamedTuple):
 
 
 @dataclass
-class Measured:
-    """What came out; the same on all ranks. Keys are a candidate's label and an operation.
+class Outcome:
+    """What came of a candidate; the same on all ranks.
 
     Attributes:
-        sent: bytes that leave a rank, mean over ranks, in the order in which contenders ran.
-        verdicts: over all ranks; empty where nothing was checked.
-        samples: seconds on the slowest rank; those with a wrong result have none.
-        missing: candidates that could not take part, and why.
+        sent: bytes that leave a rank, by operation, mean over ranks.
+        verdicts: by operation, over all ranks; empty where nothing was checked.
+        samples: by operation, seconds on the slowest rank; empty for a wrong result.
     """
 
-    sent: dict[tuple[str, str], float] = field(default_factory=dict)
-    verdicts: dict[tuple[str, str], Verdict] = field(default_factory=dict)
-    samples: dict[tuple[str, str], list[float]] = field(default_factory=dict)
-    missing: list[tuple[Candidate, str]] = field(default_factory=list)
+    candidate: Candidate
+    sent: dict[str, float]
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    samples: dict[str, list[float]] = field(default_factory=dict)
 
-    def wrong(self, label: str, besides: Sequence[str] = ()) -> int:
-        """Elements of a contender that are outside their bounds, of what it is measured as besides some operations."""
-        return sum(each.wrong for (of, what), each in self.verdicts.items() if of == label and what not in besides)
+    @property
+    def wrong(self) -> bool:
+        """Tells whether an element of any operation is outside its bound."""
+        return any(verdict.wrong for verdict in self.verdicts.values())
 
 
 def measure(
-    comm: Communicator,
-    candidates: Sequence[Candidate],
-    settings: Settings,
-    laps: Laps | None = None,
-    report: Report = SILENT,
-) -> Measured:
+    comm: Communicator, candidates: Sequence[Candidate], settings: Settings, laps: Laps, report: Report = SILENT
+) -> tuple[list[Outcome], list[tuple[Candidate, str]]]:
     """Makes, checks and times all candidates, the same ones on all ranks, and gives their memory back. Collective.
 
     Of settings it looks at iterations, warmup, sample_seconds and check; in `laps` contenders mark a round's parts.
+    Returns what came of each, and the candidates that could not take part, and why.
     """
-    found, running = Measured(), dict[str, Contender]()
+    running, missing = list[tuple[Outcome, Contender]](), list[tuple[Candidate, str]]()
     with contextlib.ExitStack() as opened:
         for candidate in candidates:
             report.now(f"first calls of {name_text(*candidate[:3])}, which may compile kernels")
@@ -247,32 +242,32 @@ def measure(
                 for _ in range(max(1, settings.warmup)):  # what cannot take part may say so in its first call
                     contender.call()
             except (NotHere, TransportUnavailable) as reason:
-                found.missing.append((candidate, str(reason)))
+                missing.append((candidate, str(reason)))
             else:
-                running[candidate.label] = contender
                 everyone = comm.all_gather_object(dict(contender.wire_bytes))
-                for operation in contender.wire_bytes:
-                    found.sent[candidate.label, operation] = sum(own[operation] for own in everyone) / comm.size
+                sent = {each: sum(own[each] for own in everyone) / comm.size for each in contender.wire_bytes}
+                running.append((Outcome(candidate, sent), contender))
             report.step()
         report.now("checking and timing them in turn")
         if settings.check:
-            _check(comm, running, found)
-        running = {label: contender for label, contender in running.items() if not found.wrong(label)}
-        calls = {label: contender.call for label, contender in running.items()}
-        times: Times = interleaved_over_ranks(
+            _check(comm, running)
+        right = [pair for pair in running if not pair[0].wrong]
+        calls = {outcome.candidate.label: contender.call for outcome, contender in right}
+        times = interleaved_over_ranks(
             comm, calls, settings.iterations, sample_seconds=settings.sample_seconds, laps=laps
         )
         if settings.check:
-            _check(comm, running, found, calls=_CHAIN)
-    for label, operation in found.sent:
-        if label in running and not found.wrong(label):
-            found.samples[label, operation] = times.get(f"{label} {operation}") or times[label]
-    return found
+            _check(comm, right, calls=_CHAIN)
+    for outcome, _ in right:
+        if not outcome.wrong:
+            label = outcome.candidate.label
+            outcome.samples = {each: times.get(f"{label} {each}") or times[label] for each in outcome.sent}
+    return [outcome for outcome, _ in running], missing
 
 
-def _check(comm: Communicator, running: dict[str, Contender], found: Measured, calls: int = 1) -> None:
+def _check(comm: Communicator, running: Sequence[tuple[Outcome, Contender]], calls: int = 1) -> None:
     """Compares the results of the last of several calls on all ranks, and adds what is found to earlier verdicts."""
-    for label, contender in running.items():
+    for outcome, contender in running:
         for _ in range(calls):
             contender.poison()
             outputs = contender.call()
@@ -280,5 +275,5 @@ def _check(comm: Communicator, running: dict[str, Contender], found: Measured, c
         del outputs
         for everyone in comm.all_gather_object(own):
             for operation, verdict in everyone.items():
-                earlier = found.verdicts.get((label, operation), Verdict(0, 0.0, 0.0))
-                found.verdicts[label, operation] = Verdict(*map(sum, zip(earlier, verdict, strict=True)))
+                earlier = outcome.verdicts.get(operation, Verdict(0, 0.0, 0.0))
+                outcome.verdicts[operation] = Verdict(*map(sum, zip(earlier, verdict, strict=True)))

@@ -80,7 +80,7 @@ def expert_ids(routing: Routing, tokens: int, experts: int, top_k: int, ranks: i
 
 
 def _violating(routing: Routing, most: float, of: str) -> float:
-    """What the busiest gets, by the mean, of which `most` is everything."""
+    """Returns what the busiest gets, by the mean; `most` would be everything."""
     if routing.value > most - 1:
         raise ArgumentError(f"--routing {routing}: with {of} at most maxvio:{most - 1:g} is possible")
     return 1 + routing.value

@@ -134,7 +134,7 @@ class _Group:
         return next(told, f"all ranks stopped in {what}")
 
     def _late_and_blamed(self, here: Mapping[int, Operation]) -> tuple[list[int], set[int]]:
-        """Who called when another had given up, and whom the first to give up blames; without one clock, most."""
+        """Finds who called when another had given up, and whom the first to give up blames; without one clock, most."""
         gave_up = [operation for operation in here.values() if operation.failure == _PEER_TIMEOUT]
         if gave_up and len({self.flights[rank].host for rank in here}) == 1:
             first = min(gave_up, key=lambda operation: operation.end_ns)
@@ -193,7 +193,7 @@ def _grouped(of_ranks: Mapping[int, _T], key: Callable[[_T], Any]) -> dict[Any, 
 
 
 def _agreed(operation: Operation) -> tuple[object, ...]:
-    """What must be the same on all ranks."""
+    """Returns what must be the same on all ranks."""
     name, shape = _SAME_AS.get(operation.name, operation.name), operation.shape or ()
     shape = () if name in _OF_ANY_SIZE else shape[1:] if name in _UNEVEN else shape
     details = frozenset((key, value) for key, value in operation.details.items() if key not in _PAIRWISE)
@@ -225,7 +225,7 @@ def _describe(operation: Operation) -> str:
 
 
 def _how(operation: Operation) -> str:
-    """How a call went, but for how long it took."""
+    """Describes how a call went, but for how long it took."""
     text = operation.failure if operation.state == FAILED and operation.failure else operation.state
     if operation.state == INTERRUPTED:
         text = f"interrupted by {operation.failure}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -64,32 +63,24 @@ def run(options: argparse.Namespace) -> int:
 
     from thinwire.tools.bench.results import read_results
     from thinwire.tools.planning.crossing import count_crossings
-    from thinwire.tools.planning.plan import Request, fits_for, make_plan, sweep
-    from thinwire.tools.planning.report import describe, describe_fit, describe_hosts, describe_sweep, describe_times
+    from thinwire.tools.planning.plan import FittedModel, Request, make_plan, sweep
+    from thinwire.tools.planning.report import describe, describe_hosts, describe_sweep, describe_times
 
     request = Request(
         options.ranks, options.experts, options.top_k, options.hidden, options.max_tokens, options.wire,
         options.combine_wire, options.grad_wire, options.transport, options.lanes, options.align,
         options.invariant, options.heap, options.hosts, getattr(torch, options.dtype),
     )  # fmt: skip
-    results = None if options.fit is None else read_results(options.fit)
-    fits = None if results is None else fits_for(request, results)
-    planned = make_plan(request, model, fits)
+    used = model if options.fit is None else FittedModel.of(request, read_results(options.fit))
+    planned = make_plan(request, used)
     content = planned.as_json() | {"gpu": None if options.gpu is None else vars(card)}
     texts = [describe(planned, options.gpu)]
     if crosses:
         crossings = count_crossings(request, options.routing or "uniform", options.expert_map)
         texts.append(describe_hosts(crossings, request))
         content["crossings"] = asdict(crossings)
-    if results is not None and fits is not None:
-        texts.append(describe_fit(planned, fits, results))
-        content["fits"] = {
-            name: vars(fit)
-            | {"beta": fit.beta if math.isfinite(fit.beta) else None, "points": [vars(point) for point in fit.points]}
-            for name, fit in fits.items()
-        }
-    elif model is not None:
-        texts.append(describe_times(planned, model))
+    if used is not None:
+        texts.append(describe_times(planned, used))
     else:
         by = "--inter-link" if options.gpu is not None else "--gpu, --link, --beta or --fit"
         texts.append(f"time: not predicted; {by} would say by what")

@@ -51,38 +51,37 @@ def run(options: argparse.Namespace) -> int:
         raise ArgumentError(f"arch is {' '.join(options.arch)} and heap {options.heap}, which is for CPU ranks")
     if not on_cpu and os.environ.get("TRITON_INTERPRET") == "1":
         raise ArgumentError("TRITON_INTERPRET is 1, and interpreted kernels are not compiled: unset it")
-    began = time.monotonic()
-    with Progress(sys.stderr, began) as progress:
+    with Progress(sys.stderr, time.monotonic()) as progress:
         progress.stage("loading torch ...")
-        text = _for_cpu(progress, began) if on_cpu else _for_gpus(options, progress, began)
+        text = _for_cpu(progress) if on_cpu else _for_gpus(options, progress)
     print(text)
     return 0
 
 
-def _for_gpus(options: argparse.Namespace, progress: Progress, began: float) -> str:
+def _for_gpus(options: argparse.Namespace, progress: Progress) -> str:
     from thinwire.triton_kernels.compat import HAS_TRITON
 
     if not HAS_TRITON:
         raise TransportUnavailable("kernels for GPUs need Triton: pip install triton; for CPU ranks pass --heap posix")
-    from thinwire.tools.warmup.compile import cache_folder, compile_ahead, describe
+    from thinwire.tools.warmup.compile import archs_here, compile_ahead, describe
     from thinwire.tools.warmup.configuration import Configuration
-    from thinwire.tools.warmup.target import archs_here
 
-    configuration = Configuration.of(options)
+    began, configuration = time.monotonic(), Configuration.of(options)
     archs = list(dict.fromkeys(options.arch)) or archs_here()
     compiled = compile_ahead([configuration], archs, options.jobs, progress.report)
-    return describe(configuration, compiled, options.jobs, time.monotonic() - began, cache_folder())
+    took = f"in {time.monotonic() - began:.1f} s by {options.jobs} processes"
+    return f"{configuration.describe()}\n\n{describe(compiled, took)}"
 
 
-def _for_cpu(progress: Progress, began: float) -> str:
+def _for_cpu(progress: Progress) -> str:
     from thinwire.triton_kernels.cpu import HAS_NUMBA
 
     if not HAS_NUMBA:
         raise TransportUnavailable("kernels for CPU ranks need numba: pip install numba")
-    from thinwire.tools.warmup.cpu import compile_for_cpu, describe_cpu
+    from thinwire.tools.warmup.cpu import compile_for_cpu
 
     progress.stage("numba's kernels, by one process")
-    return describe_cpu(compile_for_cpu(), time.monotonic() - began)
+    return compile_for_cpu()
 
 
 def _cores() -> int:

@@ -1,10 +1,11 @@
-"""What a look at one thing found, and programs that look: each prints lines of JSON."""
+"""Findings, and programs that look for them: each prints lines of JSON."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -15,6 +16,8 @@ from typing import Any
 
 from thinwire.errors import ThinwireError
 
+#: Lines of JSON that a program printed, and how it ended if that was not well.
+Told = tuple[list[dict[str, Any]], str]
 MARKS = ("ok", "info", "note", "problem")
 _MOST_BETWEEN_LINES = 45.0  # seconds, of a process that compiles
 
@@ -43,7 +46,7 @@ class Finding:
 
 
 def judged(fine: bool, name: str, text: str, advice: str) -> Finding:
-    """What is ok, or else a note with advice."""
+    """Returns a finding that is ok, or else a note with advice."""
     return Finding("ok", name, text) if fine else Finding("note", name, text, advice)
 
 
@@ -60,7 +63,7 @@ def gib(num_bytes: int) -> str:
 
 
 def read_text(path: str | Path) -> str:
-    """What the file holds; empty where it cannot be read."""
+    """Returns a file's text; none where it cannot be read."""
     try:
         return Path(path).read_text()
     except OSError:
@@ -72,11 +75,11 @@ class Process(subprocess.Popen[bytes]):
 
     last_shown = -math.inf  # by any of them
 
-    def __init__(self, command: list[str], env: dict[str, str] | None = None) -> None:
+    def __init__(self, command: list[str], env: dict[str, str]) -> None:
         pipe = subprocess.PIPE
         super().__init__(command, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
         self._errors, self.stderr = self.stderr, None  # `communicate` would take them
-        self._last = b"nothing"
+        self._last, self._began = b"nothing", time.monotonic()
         self._shows = threading.Thread(target=self._show, name="thinwire doctor", daemon=True)
         self._shows.start()
 
@@ -90,24 +93,18 @@ class Process(subprocess.Popen[bytes]):
                     over = "\r\033[K" if sys.stderr.isatty() else ""
                     print(over + line.decode(errors="replace").rstrip(), file=sys.stderr, flush=True)
 
-    def read_lines(self, seconds: float) -> tuple[list[dict[str, Any]], str]:
-        """The lines of JSON that it prints, and how it ended if that was not well; a hung one is killed.
-
-        While any process says that it compiles, that is no time of theirs.
-        """
-        output, ending, limit = None, "", seconds
-        try:
-            while output is None:
-                try:
-                    output = self.communicate(timeout=limit)[0]
-                except subprocess.TimeoutExpired:
-                    limit = Process.last_shown + _MOST_BETWEEN_LINES - time.monotonic()
-                    if limit <= 0 and not ending:
-                        self.kill()
-                        ending = f"did not come back within {seconds:g} s and was ended"
-                    limit = max(limit, 1.0)
-        finally:
-            self.kill()  # where Ctrl-C ended the wait; nothing is done to one that has ended
+    def read_lines(self, seconds: float) -> Told:
+        """Reads what it prints until it ends, or is ended: after so many seconds, but for those of compiling."""
+        output, ending, limit = None, "", max(0.1, self._began + seconds - time.monotonic())
+        while output is None:
+            try:
+                output = self.communicate(timeout=limit)[0]
+            except subprocess.TimeoutExpired:
+                limit = Process.last_shown + _MOST_BETWEEN_LINES - time.monotonic()
+                if limit <= 0 and not ending:
+                    self.kill()
+                    ending = f"did not come back within {seconds:g} s and was ended"
+                limit = max(limit, 1.0)
         self._shows.join()  # what it said is all shown by now, too
         if not ending and self.returncode:
             how = f"was killed by signal {-self.returncode}" if self.returncode < 0 else "failed"
@@ -119,10 +116,20 @@ class Process(subprocess.Popen[bytes]):
         return told, ending
 
 
-def run_lines(command: list[str], seconds: float) -> tuple[list[dict[str, Any]], str]:
-    """What `read_lines` gives of a program that is started here."""
+def run_programs(commands: list[list[str]], seconds: float, **variables: str) -> list[Told]:
+    """Runs programs at once, with these variables, and ends those that hang.
+
+    While any of them says that it compiles, that is no time of theirs. Where one cannot be started, all end.
+    """
+    processes: list[Process] = []
     try:
-        process = Process(command)
+        for command in commands:
+            processes.append(Process(command, os.environ | variables))
+        return [process.read_lines(seconds) for process in processes]
     except OSError as error:
-        return [], f"could not be started: {error.strerror}"
-    return process.read_lines(seconds)
+        return [*(([], "") for _ in processes), ([], f"could not be started: {error.strerror}")]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()

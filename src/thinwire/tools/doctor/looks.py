@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 
 from thinwire.errors import ThinwireError
-from thinwire.tools.doctor.finding import Finding, gib, judged, read_text, run_lines
+from thinwire.tools.doctor.finding import Finding, gib, judged, read_text, run_programs
 from thinwire.version import VERSION
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -28,7 +28,7 @@ from thinwire.version import VERSION
 
 
 def versions() -> Iterator[Finding]:
-    """Of thinwire, and of what it runs on."""
+    """Names the versions of thinwire and of what it runs on."""
     yield Finding("ok", "thinwire", f"{VERSION}, Python {platform.python_version()}, {platform.platform()}")
     import torch
 
@@ -72,7 +72,7 @@ def settings() -> Iterator[Finding]:
 
 
 def caches() -> Iterator[Finding]:
-    """Where compiled kernels are kept, and whether there are any."""
+    """Says where compiled kernels are kept, and whether there are any."""
     from thinwire.triton_kernels.compat import HAS_TRITON
     from thinwire.triton_kernels.cpu import HAS_NUMBA
 
@@ -188,8 +188,8 @@ def _first_line(path: str | Path) -> str | None:
 # GPUs
 
 
-def devices() -> Iterator[Finding]:
-    """Each GPU, or why there is none."""
+def gpus() -> Iterator[Finding]:
+    """Each GPU, or why there is none; which may store into which other's memory, and what lies between them."""
     import torch
 
     if not torch.cuda.is_available():
@@ -199,7 +199,8 @@ def devices() -> Iterator[Finding]:
         text = f"no GPU: torch.cuda.is_available() is False; {why}"
         yield Finding("note", "GPUs", text, advice) if built else Finding("info", "GPUs", text)
         return
-    for index in range(torch.cuda.device_count()):
+    count = torch.cuda.device_count()
+    for index in range(count):
         found = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         old = torch.version.cuda is not None and (found.major, found.minor) < (8, 0)
@@ -208,42 +209,23 @@ def devices() -> Iterator[Finding]:
             f"multiprocessors, {gib(free)} of {gib(total)} free"
         )
         yield judged(not old, f"cuda:{index}", text, "kernels are written for compute capability 8.0 and newer")
-
-
-def peers() -> Iterator[Finding]:
-    """Which GPUs may store into which other's memory."""
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-    if not pairs:
-        return
     lacking = [f"{a} to {b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
-    if lacking:
-        yield Finding(
-            "note", "peer access", f"not from cuda:{', '.join(lacking)}",
+    if pairs:
+        text = f"not from cuda:{', '.join(lacking)}" if lacking else f"all {len(pairs)} directions"
+        advice = (
             "`auto` takes the staged transport there; GPUs of one NVLink or PCIe switch have it, unless a driver, an "
-            "IOMMU or a virtual machine forbids it",
-        )  # fmt: skip
-    else:
-        yield Finding("ok", "peer access", f"all {len(pairs)} directions")
-
-
-def topology() -> Iterator[Finding]:
-    """What lies between the GPUs, as nvidia-smi tells it."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return
+            "IOMMU or a virtual machine forbids it"
+        )
+        yield judged(not lacking, "peer access", text, advice)
     try:
         done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20)
     except FileNotFoundError:
         yield Finding("ok", "links", "unknown: nvidia-smi not found")
         return
     if done.returncode:
-        yield Finding(
-            "note", "links", f"unknown: nvidia-smi topo -m ended with {done.returncode}", done.stderr.strip()[:200]
-        )
+        text = f"unknown: nvidia-smi topo -m ended with {done.returncode}"
+        yield Finding("note", "links", text, done.stderr.strip()[:200])
         return
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("GPU")]
     for row in rows:
@@ -257,14 +239,14 @@ def topology() -> Iterator[Finding]:
 LOOKS: dict[str, tuple[Callable[[], Iterator[Finding]], ...]] = {
     "software": (versions, settings, caches),
     "host": (processors, memory, limits, shared_memory),
-    "gpus": (devices, peers, topology),
+    "gpus": (gpus,),
 }
 
 
 def look(name: str, seconds: float) -> list[Finding]:
-    """What the looks of that name find within a time limit."""
+    """Runs the looks of that name, as a process with a time limit."""
     command = [sys.executable, "-m", "thinwire.tools.doctor.looks", name]
-    lines, ending = run_lines(command, seconds)
+    ((lines, ending),) = run_programs([command], seconds)
     findings = [Finding(**line) for line in lines]
     if ending:
         last = f"; the last thing it told: {findings[-1].name}" if findings else ""

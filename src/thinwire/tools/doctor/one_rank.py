@@ -66,7 +66,7 @@ def share_memory(comm: Communicator) -> str:
 
 
 def make_parallel(comm: Communicator) -> tw.ExpertParallel:
-    """What the round is run on; `auto` picks the transport."""
+    """Makes the ExpertParallel that rounds are run on; `auto` picks its transport."""
     return tw.ExpertParallel(comm, _EXPERTS_EACH * comm.size, 2, _HIDDEN, _TOKENS, wire="int8", dtype=torch.float32)
 
 
@@ -85,7 +85,7 @@ def exact_tokens(rank: int) -> torch.Tensor:
 
 
 def factor(expert: torch.Tensor) -> torch.Tensor:
-    """What an expert multiplies its tokens by: powers of two of either sign, which leave int8 exact."""
+    """Returns the experts' factors: powers of two of either sign, which leave int8 exact."""
     return torch.where(expert % 2 == 0, 1.0, -1.0) * torch.exp2((expert % 3).float())
 
 

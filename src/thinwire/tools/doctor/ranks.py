@@ -6,12 +6,11 @@ import os
 import re
 import socket
 import sys
-import time
 from typing import Any
 
-from thinwire.tools.doctor import posix
-from thinwire.tools.doctor.finding import Finding, Process, judged, run_lines
+from thinwire.tools.doctor.finding import Finding, judged, run_programs
 
+_ONE_RANK = (sys.executable, "-m", "thinwire.tools.doctor.one_rank")
 STEPS = ("meeting", "shared memory", "transport", "round", "all-reduce")
 #: What to do about a message, by words that are in it.
 _BY_WORDS = {
@@ -44,14 +43,13 @@ def _advice(step: str, text: str) -> str:
 
 
 def examine_threads(device: str, ranks: int, seconds: float) -> list[Finding]:
-    """Of ranks that are threads of one process."""
-    command = [sys.executable, "-m", "thinwire.tools.doctor.one_rank", device, "threads", str(ranks)]
-    lines, ending = run_lines(command, seconds)
+    """Examines ranks that are threads of one process."""
+    ((lines, ending),) = run_programs([[*_ONE_RANK, device, "threads", str(ranks)]], seconds)
     return _findings(lines, [f"the process {ending}"] if ending else [], ranks, posix_heap=False)
 
 
 def examine_processes(device: str, ranks: int, seconds: float) -> list[Finding]:
-    """Of ranks that are processes of this host, a GPU each if the device is "cuda"."""
+    """Examines ranks that are processes of this host, with a GPU each if the device is "cuda"."""
     with socket.socket() as listener:
         try:
             listener.bind(("127.0.0.1", 0))
@@ -60,30 +58,14 @@ def examine_processes(device: str, ranks: int, seconds: float) -> list[Finding]:
             return [Finding("problem", "meeting", text, _BY_STEP["meeting"])]
         port = listener.getsockname()[1]
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "THINWIRE_FLIGHT_RECORDER": "off"}
-    processes: list[Process] = []
-    lines: list[dict[str, Any]] = []
-    endings = []
-    try:
-        for rank in range(ranks):
-            command = [sys.executable, "-m", "thinwire.tools.doctor.one_rank", device, str(rank), str(ranks)]
-            processes.append(Process(command, os.environ | where))
-        deadline = time.monotonic() + seconds
-        for rank, process in enumerate(processes):
-            told, ending = process.read_lines(max(0.1, deadline - time.monotonic()))
-            lines += told
-            endings += [f"rank {rank} {ending}"] if ending else []
-    except OSError as error:
-        endings.append(f"rank {len(processes)} could not be started: {error.strerror}")
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
-    return _findings(lines, endings, ranks, posix_heap=device == "cpu")
+    commands = [[*_ONE_RANK, device, str(rank), str(ranks)] for rank in range(ranks)]
+    told = run_programs(commands, seconds, **where)
+    endings = [f"rank {rank} {ending}" for rank, (_, ending) in enumerate(told) if ending]
+    return _findings([line for lines, _ in told for line in lines], endings, ranks, posix_heap=device == "cpu")
 
 
 def _findings(lines: list[dict[str, Any]], endings: list[str], ranks: int, posix_heap: bool) -> list[Finding]:
-    """One for each step that any rank told of, and one for those that did not come back."""
+    """Makes a finding for each step that a rank told of, and one for ranks that did not come back."""
     findings = []
     for step in STEPS:
         told = [line for line in lines if line.get("step") == step]
@@ -115,8 +97,8 @@ def _failure(step: str, text: str, posix_heap: bool) -> Finding:
 
 
 def posix_cause() -> tuple[str, str] | None:
-    """Why processes cannot share memory, if that can be seen without ranks."""
-    lines, ending = run_lines([sys.executable, "-m", "thinwire.tools.doctor.posix"], 60)
+    """Why processes cannot share memory, and what to do about it, if that can be seen without ranks."""
+    ((causes, ending),) = run_programs([[sys.executable, "-m", "thinwire.tools.doctor.posix"]], 60)
     if ending:
         return f"the step by step look at it {ending}", _BY_STEP["shared memory"]
-    return posix.explain(posix.Failure(**lines[0])) if lines else None
+    return (causes[0]["cause"], causes[0]["advice"]) if causes else None

@@ -1,4 +1,4 @@
-"""What crosses between hosts and within them, on one level and on two, counted from routings that are drawn."""
+"""Counts what crosses between hosts and within them, on one level and on two, from routings that are drawn."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def owners_of(expert_map: Sequence[int] | Path | None, experts: int, ranks: int)
 def count_crossings(
     request: Request, routing: str = "uniform", expert_map: Sequence[int] | Path | None = None
 ) -> Crossings:
-    """What a round of `max_tokens` tokens on each rank sends, if all ranks route alike; see `draw_ids` and `owners_of`.
+    """Counts what a round of `max_tokens` tokens on each rank sends, if all ranks route alike.
 
     Raises:
         ArgumentError, ThinwireError: what these refuse; hosts that do not divide the ranks; an invariant request.

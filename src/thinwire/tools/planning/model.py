@@ -101,14 +101,14 @@ class Model:
     between: Link | None = None
 
     def seconds(self, leg: Leg) -> float:
-        """Of one leg."""
+        """Predicts one leg."""
         if self.between is None:
             return seconds_over(self.within, leg.wire_bytes)
         return max(seconds_over(self.within, leg.within_bytes), seconds_over(self.between, leg.between_bytes))
 
 
 def seconds_over(link: Link, num_bytes: float) -> float:
-    """What one level takes."""
+    """Predicts so many bytes over one link."""
     return link.alpha + num_bytes / (link.beta * link.efficiency)
 
 

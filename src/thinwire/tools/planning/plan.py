@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -15,12 +15,11 @@ from thinwire.errors import ArgumentError
 from thinwire.moe.config import ParallelSettings
 from thinwire.moe.memory import MemoryPlan, plan_memory
 from thinwire.moe.routing import expert_range
-from thinwire.tools.bench.results import Results
-from thinwire.tools.planning.model import Leg, Model
+from thinwire.tools.bench.results import Measured
+from thinwire.tools.planning.model import Leg, Link, Model, seconds_over
 from thinwire.wire import WireFormat
 
 RANKS_SWEPT = (2, 4, 8, 16, 32, 64, 128, 256)
-_Measured = tuple[str, str, str, str | None, str | None]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Bytes of a round
@@ -94,7 +93,7 @@ class RoundMemory:
 
 
 def staged_memory(settings: ParallelSettings, ranks: int, dtype: torch.dtype) -> RoundMemory:
-    """What `StagedExchange` allocates: a buffer for all records that leave and one for all that arrive, own ones too.
+    """Counts what `StagedExchange` allocates: a buffer each for all records that leave and arrive, own ones included.
 
     What arrived in dispatch is held until its round is over, beside the buffers of combine.
     """
@@ -123,45 +122,55 @@ def staged_memory(settings: ParallelSettings, ranks: int, dtype: torch.dtype) ->
 
 
 @dataclass(frozen=True)
-class Point:
-    """What was measured: bytes that leave a rank, on average, and the median of seconds of the slowest rank."""
-
-    wire_bytes: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Fit:
-    """What fits the points of one operation, implementation, wire, transport and routing best.
+class FittedModel:
+    """Predicts legs by what `thinwire bench` measured of them: a line for each leg and wire format.
 
     Attributes:
-        alpha: seconds.
-        beta: bytes a second; infinite if more bytes take no longer.
-        points: the measured points, by bytes.
-        residuals: for each, (fitted - measured) / measured.
-        r2: 1 - squares of the residuals in seconds / squares of the distances from their mean; 1 if all are equal.
+        links: by a leg's name and wire format, with alpha and beta of the line.
+        source, ranks, hosts: of the results.
     """
 
-    alpha: float
-    beta: float
-    points: tuple[Point, ...]
-    residuals: tuple[float, ...]
-    r2: float
+    links: Mapping[tuple[str, str], Link]
+    source: str
+    ranks: int
+    hosts: int
 
-    def seconds(self, num_bytes: float) -> float:
-        """Of a leg with so many bytes."""
-        return self.alpha + num_bytes / self.beta
+    def seconds(self, leg: Leg) -> float | None:
+        """Predicts one leg; None where it was not measured."""
+        link = self.links.get((leg.name, leg.wire))
+        return None if link is None else seconds_over(link, leg.wire_bytes)
+
+    @classmethod
+    def of(cls, request: Request, results: Measured) -> FittedModel:
+        """Fits thinwire's figures over the request's transport, with uniform routing.
+
+        Raises:
+            ArgumentError: a leg has no two sizes; the message lists what has. Or the request is invariant.
+        """
+        if request.invariant:
+            raise ArgumentError("fit and invariant were given, expected one of them: measured were ordinary rounds")
+        transport = request.memory().transport
+        usable = {key: points for key, points in results.points.items() if len({size for size, _ in points}) > 1}
+        links = {
+            (name, wire): fit_link(points)
+            for (name, implementation, wire, *way), points in usable.items()
+            if (implementation, *way) == ("thinwire", transport, "uniform")
+        }
+        for leg in request.legs(transport):
+            if (leg.name, leg.wire) not in links:
+                wanted = f"{leg.name} thinwire {leg.wire} {transport} uniform"
+                there = "; ".join(" ".join(map(str, key)) for key in usable if key[:2] == (leg.name, "thinwire"))
+                raise ArgumentError(f"{results.source}: no two sizes to fit {wanted} by; it has: {there or 'none'}")
+        return cls(links, results.source, results.ranks, results.hosts)
 
 
-def fit_points(points: Sequence[Point]) -> Fit:
+def fit_link(points: Sequence[tuple[float, float]]) -> Link:
     """The alpha >= 0 and 1 / beta >= 0 with the least squares of relative residuals.
 
-    ArgumentError for fewer than two different numbers of bytes.
+    Args:
+        points: bytes and seconds, with at least two different numbers of bytes.
     """
-    if len({point.wire_bytes for point in points}) < 2:
-        raise ArgumentError(f"{len(points)} points with one number of bytes, expected at least two different ones")
-    points = sorted(points, key=lambda point: point.wire_bytes)
-    num_bytes, seconds = (np.array([getattr(point, name) for point in points]) for name in ("wire_bytes", "seconds"))
+    num_bytes, seconds = np.array(sorted(points)).T
     # Divided by what was measured, each point is one equation: alpha / t + bytes / (beta t) = 1.
     ones, slopes = 1 / seconds, num_bytes / seconds
     (alpha, inverse), *_ = np.linalg.lstsq(np.stack((ones, slopes), 1), np.ones(len(points)), rcond=None)
@@ -170,26 +179,10 @@ def fit_points(points: Sequence[Point]) -> Fit:
         alpha, inverse = 0.0, slopes.sum() / (slopes @ slopes)
     elif inverse < 0:
         alpha, inverse = ones.sum() / (ones @ ones), 0.0
-    fitted = alpha + inverse * num_bytes
-    spread = ((seconds - seconds.mean()) ** 2).sum()
-    return Fit(
-        float(alpha),
-        float(1 / inverse) if inverse > 0 else float("inf"),
-        tuple(points),
-        tuple(((fitted - seconds) / seconds).tolist()),
-        float(1 - ((fitted - seconds) ** 2).sum() / spread) if spread else 1.0,
-    )
-
-
-def fit_results(results: Results) -> dict[_Measured, Fit]:
-    """Fits by operation, implementation, wire, transport and routing; leaves out those measured at one size only."""
-    groups: dict[_Measured, list[Point]] = {}
-    for figure in results.figures:
-        key = figure.operation, figure.implementation, figure.wire, figure.transport, figure.routing
-        if figure.median is not None:  # a wrong result has none
-            groups.setdefault(key, []).append(Point(figure.wire_bytes, figure.median))
-    usable = {key: group for key, group in groups.items() if len({point.wire_bytes for point in group}) > 1}
-    return {key: fit_points(group) for key, group in usable.items()}
+    residuals = (alpha + inverse * num_bytes) / seconds - 1
+    span = f"{len(points)} sizes from {num_bytes[0]:,.0f} to {num_bytes[-1]:,.0f} bytes"
+    off = f"at most {100 * abs(residuals).max():.1f} % off"
+    return Link(float(alpha), float(1 / inverse) if inverse > 0 else math.inf, 1.0, f"{span}, {off}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -223,15 +216,11 @@ class Request:
     dtype: torch.dtype = torch.bfloat16
 
     def memory(self, rank: int = 0) -> MemoryPlan:
-        """Of a rank."""
+        """Plans a rank's memory."""
         if self.hosts > 1 and self.transport == "direct":
             raise ArgumentError(f"transport is 'direct' over {self.hosts} hosts, expected one host, or 'staged'")
-        plan = plan_memory(
-            self.ranks, self.experts, self.top_k, self.hidden, self.max_tokens, rank=rank, heap=self.heap,
-            wire=self.wire, combine_wire=self.combine_wire, grad_wire=self.grad_wire,
-            transport="staged" if self.hosts > 1 else self.transport, lanes=self.lanes, align=self.align,
-            invariant=self.invariant, dtype=self.dtype,
-        )  # fmt: skip
+        arguments = self._arguments("staged" if self.hosts > 1 else self.transport)
+        plan = plan_memory(self.ranks, *self._sizes, rank=rank, heap=self.heap, **arguments)
         spread = f"ranks of {self.hosts} hosts do not share memory"
         return replace(plan, reason=spread) if self.hosts > 1 else plan
 
@@ -241,17 +230,23 @@ class Request:
         return plan_traffic(settings, self.ranks, self.max_tokens, self.dtype, transport, self.hosts)
 
     def round_memory(self) -> RoundMemory:
-        """Of a rank, over the staged transport."""
+        """Counts the bytes of a rank's messages over the staged transport."""
         return staged_memory(self.settings("staged"), self.ranks, self.dtype)
 
     def settings(self, transport: str, wire: str | WireFormat | None = None) -> ParallelSettings:
-        """Of a round over that transport; with `wire`, an ordinary one with it on both legs."""
-        return ParallelSettings.of(
-            self.experts, self.top_k, self.hidden, self.max_tokens, wire=wire or self.wire,
-            combine_wire=wire or self.combine_wire, grad_wire=self.grad_wire, transport=transport, lanes=self.lanes,
-            align=self.align, invariant=self.invariant and wire is None, num_programs=None, timeout=None,
-            dtype=self.dtype,
-        )  # fmt: skip
+        """Checks the settings of a round over that transport; with `wire`, of an ordinary one with it on both legs."""
+        arguments = self._arguments(transport)
+        if wire is not None:
+            arguments |= {"wire": wire, "combine_wire": wire, "invariant": False}
+        return ParallelSettings.of(*self._sizes, **arguments, num_programs=None, timeout=None)
+
+    @property
+    def _sizes(self) -> tuple[int, int, int, int]:
+        return self.experts, self.top_k, self.hidden, self.max_tokens
+
+    def _arguments(self, transport: str) -> dict[str, Any]:
+        named = ("wire", "combine_wire", "grad_wire", "lanes", "align", "invariant", "dtype")
+        return {name: getattr(self, name) for name in named} | {"transport": transport}
 
 
 @dataclass(frozen=True)
@@ -261,7 +256,7 @@ class Planned:
     Attributes:
         fan_out: ranks that a token goes to, on average, its own included.
         plain: the same legs with the wire format `none`.
-        seconds: predicted for each leg and each plain leg; None without a model for it.
+        seconds: predicted for each leg and each plain leg; None where a model says nothing.
         round_memory: of the staged transport; None on the direct one, which holds its memory between calls.
     """
 
@@ -281,7 +276,7 @@ class Planned:
         return self.memory.forward_bytes, self.memory.training_bytes
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Returns the content of `--json`."""
         legs = [
             {name: getattr(leg, name) for name in Leg.__dataclass_fields__}
             | {"wire_bytes": leg.wire_bytes, "wire_bytes_of_none": plain.wire_bytes, "predicted_seconds": seconds}
@@ -296,43 +291,18 @@ class Planned:
         return {"settings": request, "memory": memory, "fan_out": self.fan_out, "legs": legs}
 
 
-def make_plan(request: Request, model: Model | None, fits: dict[str, Fit] | None = None) -> Planned:
-    """A plan by a model, or by fits of the legs of that name; those of plain legs are then not known.
+def make_plan(request: Request, model: Model | FittedModel | None) -> Planned:
+    """A plan, with times if there is a model.
 
     Raises:
         ArgumentError, RoutingError, WireFormatError, TransportUnavailable: an argument cannot be planned, and is named.
     """
     memory = request.memory()
     legs, plain = request.legs(memory.transport), request.legs(memory.transport, "none")
-    seconds: tuple[float | None, ...]
-    if fits is not None:
-        seconds = (*(fits[leg.name].seconds(leg.wire_bytes) for leg in legs), None, None)
-    elif model is not None:
-        seconds = tuple(model.seconds(leg) for leg in (*legs, *plain))
-    else:
-        seconds = (None,) * 4
+    seconds = tuple(None if model is None else model.seconds(leg) for leg in (*legs, *plain))
     fan_out = sum(reach(request.experts, request.top_k, request.ranks))
     round_memory = request.round_memory() if memory.transport == "staged" else None
     return Planned(request, memory, fan_out, legs, plain, seconds, round_memory)
-
-
-def fits_for(request: Request, results: Results) -> dict[str, Fit]:
-    """The fits that predict the request's legs: thinwire's, of this wire and transport, with uniform routing.
-
-    Raises:
-        ArgumentError: there is none for a leg; the message lists the existing ones. Or the request is invariant.
-    """
-    if request.invariant:
-        raise ArgumentError("fit and invariant were given, expected one of them: what was measured are ordinary rounds")
-    fits, memory = fit_results(results), request.memory()
-    found = {}
-    for leg in request.legs(memory.transport):
-        wanted = leg.name, "thinwire", leg.wire, memory.transport, "uniform"
-        if wanted not in fits:
-            there = "; ".join(" ".join(map(str, key)) for key in fits if key[:2] == wanted[:2]) or "nothing of it"
-            raise ArgumentError(f"{results.source}: no two sizes to fit {' '.join(wanted)} by; it has: {there}")
-        found[leg.name] = fits[wanted]
-    return found
 
 
 def sweep(request: Request, model: Model | None) -> list[Planned]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from thinwire.tools.bench.results import Results, significant
+from thinwire.tools.bench.results import significant
 from thinwire.tools.planning.crossing import DENSE, Crossings
 from thinwire.tools.planning.model import GPUS, Link, Model
-from thinwire.tools.planning.plan import Fit, Planned, Request
+from thinwire.tools.planning.plan import FittedModel, Planned, Request
 
 
 def describe(planned: Planned, gpu: str | None = None) -> str:
@@ -59,7 +59,7 @@ def describe(planned: Planned, gpu: str | None = None) -> str:
 
 
 def describe_hosts(found: Crossings, request: Request) -> str:
-    """What crosses between hosts, leg by leg, and how evenly."""
+    """Describes what crosses between hosts, leg by leg, and how evenly."""
     lines = [
         f"{request.hosts} x {request.ranks // request.hosts} ranks, {found.routing} routing, {found.tokens:,} tokens "
         f"counted: a token goes to {found.ranks:.3f} ranks, {found.hosts:.3f} hosts",
@@ -76,55 +76,34 @@ def describe_hosts(found: Crossings, request: Request) -> str:
     return "\n".join(lines + [f"  two levels would send {found.form} messages: {dense}"] * (request.hosts > 1))
 
 
-def describe_times(planned: Planned, model: Model) -> str:
+def describe_times(planned: Planned, model: Model | FittedModel) -> str:
     """Predicted times, with the model's terms and assumptions."""
-
-    def link(name: str, what: Link) -> str:
-        reached = f"beta {what.beta / 1e9:g} GB/s, efficiency {what.efficiency:g}"
-        return f"  {name}: alpha {1e6 * what.alpha:g} us, {reached} ({what.source})"
-
-    lines = ["time, predicted and not measured: alpha + bytes / (beta x efficiency)", link("link", model.within)]
-    if model.between is not None:
-        lines += [
-            link("link between hosts", model.between),
-            "  both levels work at once: the slower one counts; a token crosses once for each rank of another host",
-        ]
-    lines += [
-        "  assumed: uniform routing, all ranks at once, kernels hidden behind the link, no other traffic",
-    ]
-    for leg, plain, seconds, plainly in zip(
-        planned.legs, planned.plain, planned.seconds[:2], planned.seconds[2:], strict=True
-    ):
-        assert seconds is not None and plainly is not None
-        lines.append(f"  {leg.name:9}{1e6 * seconds:>10.1f} us   as {plain.wire}{1e6 * plainly:>10.1f} us")
+    if isinstance(model, FittedModel):
+        taken = f"{model.source} ({model.ranks} ranks, {model.hosts} hosts)"
+        lines = [f"time, predicted from {taken}: alpha + bytes / beta"]
+        if (model.ranks, model.hosts) != (planned.request.ranks, planned.request.hosts):
+            lines.append("  measured on another number of ranks or hosts than is planned: expect it to be off")
+        for leg in planned.legs:
+            fit = model.links[leg.name, leg.wire]
+            reached = f"alpha {1e6 * fit.alpha:.1f} us, beta {fit.beta / 1e9:.3f} GB/s"
+            lines.append(f"  {leg.name} {leg.wire}: {reached} ({fit.source})")
+    else:
+        lines = ["time, predicted and not measured: alpha + bytes / (beta x efficiency)", _link("link", model.within)]
+        if model.between is not None:
+            lines += [
+                _link("link between hosts", model.between),
+                "  both levels work at once: the slower one counts; a token crosses once for each rank of another host",
+            ]
+        lines.append("  assumed: uniform routing, all ranks at once, kernels hidden behind the link, no other traffic")
+    for leg, plain, *seconds in zip(planned.legs, planned.plain, planned.seconds[:2], planned.seconds[2:], strict=True):
+        own, plainly = ("-" if taken is None else f"{1e6 * taken:.1f} us" for taken in seconds)
+        lines.append(f"  {leg.name:9}{own:>13}   as {plain.wire}{plainly:>13}")
     return "\n".join(lines)
 
 
-def describe_fit(planned: Planned, fits: Mapping[str, Fit], results: Results) -> str:
-    """The fit, its points, its quality, and the predicted times."""
-    lines = [
-        f"time, predicted from {results.source} ({results.ranks} ranks, {results.hosts} hosts): alpha + bytes / beta"
-    ]
-    if (results.ranks, results.hosts) != (planned.request.ranks, planned.request.hosts):
-        lines.append("  taken on another number of ranks or hosts than is planned: expect the prediction to be off")
-    for leg, seconds in zip(planned.legs, planned.seconds, strict=False):
-        fit = fits[leg.name]
-        assert seconds is not None
-        largest = max(fit.residuals, key=abs)
-        lines += [
-            f"  {leg.name} {leg.wire}: alpha {1e6 * fit.alpha:.1f} us, beta {fit.beta / 1e9:.3f} GB/s, "
-            f"R2 {fit.r2:.4f}, largest residual {100 * largest:+.1f} %",
-            "      wire bytes    measured us      fitted us   residual",
-        ]
-        for point, residual in zip(fit.points, fit.residuals, strict=True):
-            lines.append(
-                f"  {point.wire_bytes:>14,.0f}{1e6 * point.seconds:>15.1f}"
-                f"{1e6 * fit.seconds(point.wire_bytes):>15.1f}{100 * residual:>+9.1f} %"
-            )
-        beyond = leg.wire_bytes > 2 * fit.points[-1].wire_bytes or 2 * leg.wire_bytes < fit.points[0].wire_bytes
-        note = ", far outside of what was measured" if beyond else ""
-        lines.append(f"  {leg.name} of {leg.wire_bytes:,.0f} bytes: {1e6 * seconds:.1f} us, predicted{note}")
-    return "\n".join(lines)
+def _link(name: str, link: Link) -> str:
+    reached = f"beta {link.beta / 1e9:g} GB/s, efficiency {link.efficiency:g}"
+    return f"  {name}: alpha {1e6 * link.alpha:g} us, {reached} ({link.source})"
 
 
 def describe_sweep(plans: Sequence[Planned]) -> str:

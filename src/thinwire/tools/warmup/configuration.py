@@ -239,7 +239,7 @@ def _launch_collectives(ranks: int, wire: WireFormat, dtype: torch.dtype) -> Non
 
 
 class _Channel(DeviceChannel):
-    """As `_Collectives`."""
+    """Prepares every call, whenever it is asked to."""
 
     def load_kernels(self, key: Hashable, launch: Callable[[], None], lane: int = 0) -> None:
         launch()

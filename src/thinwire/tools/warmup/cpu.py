@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,6 @@ from thinwire.fused.codec import dequantize, quantize
 from thinwire.fused.ops import all_reduce
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.triton_kernels import cpu
-
-
-@dataclass(frozen=True)
-class CpuKernels:
-    """What numba's cache has after `compile_for_cpu`.
-
-    Attributes:
-        names: of all kernels.
-        compiled: those of them that it did not have before.
-        folders: where it keeps them; none where no folder can be written.
-    """
-
-    names: tuple[str, ...]
-    compiled: tuple[str, ...]
-    folders: tuple[Path, ...]
 
 
 def cpu_kernels() -> list[Any]:
@@ -77,23 +62,17 @@ def call_every_kernel() -> None:
     testing.run_ranks(rank_main, 2, mode="thread", timeout=600)
 
 
-def compile_for_cpu() -> CpuKernels:
-    """Compiles every kernel that numba's cache lacks; in this process, one after the other."""
+def compile_for_cpu() -> str:
+    """Compiles every kernel that numba's cache lacks, in this process, one after the other; says what that was."""
+    began = time.monotonic()
     call_every_kernel()
     kernels = cpu_kernels()
-    return CpuKernels(
-        tuple(kernel.__name__ for kernel in kernels),
-        tuple(kernel.__name__ for kernel in kernels if kernel.stats.cache_misses),
-        tuple(sorted({Path(kernel.stats.cache_path) for kernel in kernels if kernel.stats.cache_path})),
-    )
-
-
-def describe_cpu(kernels: CpuKernels, seconds: float) -> str:
-    """One line for people."""
-    found, compiled = len(kernels.names), len(kernels.compiled)
-    size = sum(path.stat().st_size for folder in kernels.folders for path in folder.iterdir() if path.is_file()) / 2**20
-    where = ", ".join(map(str, kernels.folders)) or "no folder: none can be written, and every process compiles"
+    compiled = sum(bool(kernel.stats.cache_misses) for kernel in kernels)
+    folders = sorted({Path(kernel.stats.cache_path) for kernel in kernels if kernel.stats.cache_path})
+    size = sum(path.stat().st_size for folder in folders for path in folder.iterdir() if path.is_file()) / 2**20
+    where = ", ".join(map(str, folders)) or "no folder: none can be written, and every process compiles"
+    seconds = time.monotonic() - began
     return (
-        f"kernels for CPU ranks, of any sizes: {compiled} compiled and {found - compiled} found there in {seconds:.1f} "
-        f"s; {size:.1f} MiB in {where}"
+        f"kernels for CPU ranks, of any sizes: {compiled} compiled and {len(kernels) - compiled} found there in "
+        f"{seconds:.1f} s; {size:.1f} MiB in {where}"
     )
