@@ -1,5 +1,15 @@
 """A call on a communicator: one at a time, an entry of its flight recorder, and a range of torch's profiler.
 
+Every public operation is wrapped by `Communicator.call`:
+
+    with comm.call("all_gather", x.shape, x.dtype, wire, transport) as call:
+        call.takes("direct")
+        return comm.deliver(call, finish, x.device, async_op)
+
+An operation begins its call after all checks that this rank alone can fail, and before anything is sent. The call first
+finishes pending work of earlier calls, and records itself. An exception from outside in any of this ends the
+communicator at this rank.
+
 An entry is one public call: its name, sizes, dtype, wires and transport, when it began and ended, and how. What a call
 calls in turn is no entry of its own. Collective calls are numbered; all ranks make the same ones in the same order, so
 equal numbers are the same call, and `thinwire inspect` finds the first one at which ranks part. A call that is refused
@@ -15,13 +25,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from time import monotonic_ns
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from torch.autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 
 from thinwire.comm.recorder import DETAILS, END, INSIDE, NAME, STATE, TRANSPORT, Entry, FlightRecorder
-from thinwire.errors import ThinwireError
+from thinwire.comm.tensors import is_int
+from thinwire.errors import ArgumentError, ThinwireError
 from thinwire.flight import DONE, POSTED, RING, UNDER_WAY
 
 _UNTOLD = (None, None, None, (), None, ())  # what is recorded of a call that says nothing
@@ -68,7 +79,7 @@ class Recorder(FlightRecorder):
         return Call(self, (*recorded, *_UNTOLD[len(recorded) :]), numbered)
 
     def phase(self, name: str) -> None:
-        """What the call under way does from now on, for a profiler."""
+        """Tells a profiler what the call under way does from now on."""
         if self._ranges:
             self._close_ranges(1)
             self._ranges.append(_open_range(name))
@@ -110,7 +121,7 @@ class Call:
     """An operation under way. One within another has no entry: what is said of it is said of the outer one.
 
     Args:
-        recorded: name, shape, dtype, wires, transport, details, as `Calls.call` takes them.
+        recorded: name, shape, dtype, wires, transport, details, as `Communicator.call` takes them.
         numbered: whether all ranks make this call.
     """
 
@@ -171,13 +182,13 @@ class Call:
         self._recorder.failed(self._entry, error)
 
     def posted(self) -> PendingCall:
-        """What ends it, where it returns before it is done; for its Work."""
+        """Gives its Work what ends it, where it returns before it is done."""
         self._entry[STATE] = POSTED
         return PendingCall(self._recorder, self._entry)
 
 
 class PendingCall:
-    """What ends an asynchronous call's entry: `with` it the call is waited for, in a turn of the recorder's."""
+    """Ends an asynchronous call's entry: its `with` block waits for the call, in a turn of the recorder's."""
 
     def __init__(self, recorder: Recorder, entry: Entry) -> None:
         self._recorder, self._entry = recorder, entry
@@ -206,3 +217,34 @@ class PendingCall:
     def end(self, error: BaseException) -> None:
         """The call ended without being waited for."""
         self._recorder.failed(self._entry, error)
+
+
+def checked_programs(number: object) -> int | None:
+    """`num_programs` as it was passed; ArgumentError for what is no number of programs."""
+    if number is None or is_int(number, 1):
+        return cast(int | None, number)
+    raise ArgumentError(f"num_programs is {number!r}, expected an int of at least 1, or None")
+
+
+class Attachment:
+    """An object kept with a communicator: it has a line for `explain`, and an end.
+
+    `settle` finishes pending calls before anything else travels. Otherwise a rank could wait here for a peer that waits
+    for the rest of this rank's rows. A pending call's errors surface in its own wait.
+    """
+
+    outlives_shrink = False  # whether it moves to what `shrink` makes of the communicator
+    under_way: object = None  # a pending call, which `settle` ends
+
+    def describe(self) -> str:
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        return
+
+    def leave_to_parent(self) -> None:
+        """In a process that was just forked: nobody calls it there any more."""
+        return
+
+    def close(self) -> None:
+        return

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from thinwire.comm.agreement.meeting import gloo_over
 from thinwire.comm.agreement.standby import Standby, join, resolve_quorum
-from thinwire.comm.calls import Attachment
+from thinwire.comm.call import Attachment
 from thinwire.comm.environment import environment_problem, require_usable
 from thinwire.comm.exact import Collectives
 from thinwire.comm.exchange import Exchange, PeerExchange, name_ranks
@@ -40,7 +40,7 @@ from thinwire.comm.host_collectives import Origin, describe_mismatch
 from thinwire.comm.hosts import describe, host_name, hosts_of
 from thinwire.comm.layout import Layout
 from thinwire.comm.recorder import VARIABLE
-from thinwire.comm.tensors import is_seconds
+from thinwire.comm.tensors import require_seconds
 from thinwire.comm.threads import ThreadExchange, ThreadWorld
 from thinwire.errors import ArgumentError, ConfigMismatch, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.log import LOGGER
@@ -52,7 +52,7 @@ _T = TypeVar("_T")
 
 
 class Settings(NamedTuple):
-    """What a communicator hands on to those that are made from it, and what `init` is asked for."""
+    """Settings that `init` takes, and that communicators hand on to those made from them."""
 
     device: torch.device | str | None = None
     timeout: float | None = None
@@ -107,7 +107,8 @@ class Communicator(Collectives):
         _store: dist.Store | None = None,
     ) -> None:
         group_source = "torch.distributed's default group" if group is None else "the process group that was passed"
-        checked, problem, self.quorum = _checked_timeout(timeout), environment_problem(), resolve_quorum(quorum)
+        checked = require_seconds("timeout", DEFAULT_TIMEOUT if timeout is None else timeout)
+        problem, self.quorum = environment_problem(), resolve_quorum(quorum)
         if group is not None and _store is not None:  # a standalone group
             backend, chosen, device_reason = "gloo", torch.device(device or "cpu"), "as passed"
         else:
@@ -130,10 +131,8 @@ class Communicator(Collectives):
         own_host = host_name()
 
         def gather(value: object, shape: Any) -> list[Any]:
-            own = [problem, settings, own_host, value]
-            problems, told, names, values = zip(
-                *self._gather_short(own, (str | None, {str: str}, str, shape)), strict=True
-            )
+            of_ranks = self.all_gather_data([problem, settings, own_host, value], (str | None, {str: str}, str, shape))
+            problems, told, names, values = zip(*of_ranks, strict=True)
             require_usable(problems)
             if any(others != settings for others in told):
                 raise ConfigMismatch(describe_mismatch("Communicator", told))
@@ -177,8 +176,8 @@ class Communicator(Collectives):
         >>> Communicator.of_threads(ThreadWorld(2))[1]
         Communicator(rank=1, size=2, device='cpu', backend='threads')
         """
-        checked, problem = _checked_timeout(timeout), environment_problem()
-        if problem is not None:
+        checked = require_seconds("timeout", DEFAULT_TIMEOUT if timeout is None else timeout)
+        if (problem := environment_problem()) is not None:
             raise ArgumentError(problem)
         chosen = with_index(as_device(device))
         if chosen.type not in ("cpu", "cuda"):
@@ -241,7 +240,7 @@ class Communicator(Collectives):
 
     @property
     def settings(self) -> Settings:
-        """What is handed on to communicators that are made from this one."""
+        """The settings of communicators that are made from this one."""
         return Settings(self._device, self.timeout, self.quorum)
 
     def _derive(self, groups: Sequence[tuple[int, ...]], settings: Settings, origin: Origin) -> Communicator:
@@ -298,7 +297,7 @@ class Communicator(Collectives):
         return Communicator(group, **settings._asdict(), _origin=origin, _store=store)
 
     def _join(self, make: Callable[[], _T], ranks: Sequence[int], timeout: float | None) -> _T:
-        """What ranks make together, or PeerTimeout, at once if one of them ends meanwhile."""
+        """Makes a group together with other ranks; PeerTimeout at once if one of them ends meanwhile."""
 
         def look() -> None:
             ended = self._exchange.find_ended(ranks)
@@ -310,7 +309,7 @@ class Communicator(Collectives):
 
     @property
     def voters(self) -> Exchange | None:
-        """Through what ranks agree on who is lost, once a kernel has given up; None where they do not."""
+        """The exchange through which ranks vote on who is lost once a kernel has given up; None where they do not."""
         standby = self._standby  # of processes
         # On CUDA hosts learn of it when they next ask, each at its own time: a vote would take for lost who asks late.
         return self._exchange if self.device.type == "cpu" and (standby is None or standby.can_agree) else None
@@ -434,18 +433,14 @@ class Communicator(Collectives):
             self.log("; ".join(facts[:-1]))
             self.log(facts[-1], logging.DEBUG)
 
-    @property
-    def _shares_rows(self) -> bool:
-        """Whether large calls use several threads: numba's kernels do, no others."""
-        return self._device.type == "cpu" and (os.environ.get(BACKEND_VARIABLE) or "numba") == "numba"
-
     def _facts(self) -> list[str]:
-        """What `explain` says of the ranks and how they reach each other."""
+        """The lines of `explain` about the ranks and how they reach each other."""
         owner = "made by init, destroyed by close()" if self._origin.owns_group else "the caller's"
         if self._is_standalone:
             owner = "its own, unknown to torch.distributed, ended by close()"
         if self.in_process:
             owner = "none, the ranks are threads of this process"
+        shares_rows = self._device.type == "cpu" and (os.environ.get(BACKEND_VARIABLE) or "numba") == "numba"
         return [
             f"rank and size: from {self._origin.ranks}",
             f"device: {self._device}, {self._origin.device}",
@@ -454,8 +449,7 @@ class Communicator(Collectives):
             f"process group: {owner}",
             f"timeout: {self.timeout:g} s",
             f"quorum: {self.quorum}",
-            *([f"threads for rows of a large call: {self.cpu_share}"] if self._shares_rows else []),
-            *([f"memory of results: {kept / 2**20:.0f} MiB kept"] if (kept := self.result_memory.num_bytes) else []),
+            *([f"threads for rows of a large call: {self.cpu_share}"] if shares_rows else []),
             *([] if self._standby is None else [self._standby.describe()]),
             self.recorder.describe(),
         ]
@@ -495,7 +489,6 @@ class Communicator(Collectives):
         if self._closed:
             return
         self._closed = True
-        self.result_memory.close()
         for attachment in self._attachments.values():
             attachment.close()
         for work in self._unfinished:
@@ -534,27 +527,24 @@ def _destroy(group: dist.ProcessGroup, process: int) -> None:
         dist.destroy_process_group(group)
 
 
-def _checked_timeout(timeout: float | None) -> float:
-    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
-    if not is_seconds(timeout):
-        raise ThinwireError(f"timeout is {timeout!r}, expected a finite number of seconds above 0, at most 1e9")
-    return float(timeout)
+class Child(Attachment):
+    """A communicator as an attachment of the one that it was made from, with which it ends; `text` is for `explain`."""
 
-
-class _SharedSplit(Attachment):
-    """A communicator as an attachment of the one that it was split from."""
-
-    def __init__(self, communicator: Communicator, num_groups: int) -> None:
-        self.communicator, self.num_groups = communicator, num_groups
+    def __init__(self, communicator: Communicator, text: str) -> None:
+        self.communicator, self.text = communicator, text
 
     def describe(self) -> str:
-        return f"split: {self.num_groups} groups, this rank in one of {self.communicator.size}"
+        return self.text + ", closed" * self.communicator.closed
 
     def close(self) -> None:
         self.communicator._close_all()
 
 
 def shared_split(comm: Communicator, groups: tuple[tuple[int, ...], ...]) -> Communicator:
-    """As `comm.split`, but only the first call with these groups makes one; closed together with `comm`."""
-    made = comm.attached(f"split {groups}", lambda: _SharedSplit(comm.split(groups=groups), len(groups)))
-    return made.communicator
+    """Splits a communicator at the first call with these groups, and gives that split at later ones."""
+
+    def split() -> Child:
+        made = comm.split(groups=groups)
+        return Child(made, f"split: {len(groups)} groups, this rank in one of {made.size}")
+
+    return comm.attached(f"split {groups}", split).communicator

@@ -6,14 +6,12 @@ import os
 from collections.abc import Sequence
 
 from thinwire.comm.hosts import name_problem
-from thinwire.comm.resources.cpu_share import cpu_share
+from thinwire.comm.resources import cpu_share
 from thinwire.errors import ArgumentError, ThinwireError
 from thinwire.log import follow_environment
 from thinwire.triton_kernels import arrive_scope, collective_launches
 from thinwire.triton_kernels.cpu import BACKEND_VARIABLE, BACKENDS
 from thinwire.wire import WIRE_VARIABLE, WireFormat
-
-_MOST_TEXT = 300  # characters, of a message that peers are told unannounced
 
 
 def environment_problem() -> str | None:
@@ -33,7 +31,7 @@ def environment_problem() -> str | None:
         except ThinwireError as error:
             raise ArgumentError(f"{WIRE_VARIABLE} in the environment: {error}") from None
     except ThinwireError as error:
-        return str(error).encode("ascii", "backslashreplace").decode()[:_MOST_TEXT]
+        return str(error)
     return None
 
 

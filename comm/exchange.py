@@ -88,7 +88,7 @@ class Posted:
         self._end(block_host=False)
 
     def wait_on_host(self) -> None:
-        """As `wait`, and blocks the host on CUDA too, for at most the communicator's timeout."""
+        """Waits, and blocks the host on CUDA too, for at most the communicator's timeout."""
         self._end(block_host=True)
 
     def _end(self, block_host: bool) -> None:
@@ -104,7 +104,7 @@ class Posted:
 
 
 class Dependent(Protocol):
-    """What goes other ways than an exchange, and is of no use without it."""
+    """A transport that fails together with an exchange, though its bytes go other ways."""
 
     failure: ThinwireError | None
 

@@ -71,8 +71,10 @@ def group_of(group: dist.ProcessGroup | DeviceMesh) -> tuple[dist.ProcessGroup, 
 
     if not isinstance(group, DeviceMesh):
         if not isinstance(group, dist.ProcessGroup):
+            is_short = group is None or isinstance(group, str | int | float)
+            shown = repr(group) if is_short else f"a {type(group).__name__}"
             raise ArgumentError(
-                f"comm is {_shown(group)}, expected a Communicator, such as thinwire.init() returns, a process group "
+                f"comm is {shown}, expected a Communicator, such as thinwire.init() returns, a process group "
                 "of torch.distributed, or a DeviceMesh of one axis"
             )
         return member_group(group), None
@@ -85,10 +87,6 @@ def group_of(group: dist.ProcessGroup | DeviceMesh) -> tuple[dist.ProcessGroup, 
     if group.get_coordinate() is None:
         raise ThinwireError(f"this rank is not in {group!r}; only members may pass a mesh")
     return member_group(group.get_group()), group.device_type
-
-
-def _shown(value: object) -> str:
-    return repr(value) if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"
 
 
 def group_exists(group: dist.ProcessGroup) -> bool:

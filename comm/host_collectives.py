@@ -1,7 +1,8 @@
-"""What one rank keeps of its membership, and the collectives of what the host holds: counts, objects, settings."""
+"""A communicator's state at one rank, and its collectives that block the host: counts, objects, settings."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -9,7 +10,7 @@ import pickle
 import reprlib
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -18,16 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.comm.call import Recorder
-from thinwire.comm.calls import Attachment, Calls
+from thinwire.comm.call import Attachment, Call, Recorder, checked_programs
 from thinwire.comm.exchange import Buffers, Exchange, Posted, Sizes, name_ranks
 from thinwire.comm.groups import group_exists
 from thinwire.comm.hosts import Hosts
 from thinwire.comm.recorder import is_off
-from thinwire.comm.resources.cpu_share import CpuShare, cpu_share
-from thinwire.comm.resources.result_memory import ResultMemory
+from thinwire.comm.resources import CpuShare, cpu_share
 from thinwire.comm.tensors import is_plain, require_dense
 from thinwire.comm.threads import ThreadExchange
+from thinwire.comm.work import Work
 from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError, ConfigMismatch, CountsError, ThinwireError, TransportUnavailable
 from thinwire.fields import MOST_BYTES, decode, encode
@@ -35,9 +35,6 @@ from thinwire.log import LOGGER
 
 #: What `require_same` compares.
 Setting = str | int | float | bool | None
-
-#: Bytes of a message whose length peers need not be told first; longer ones would cost more than that saves.
-SHORT = 2048
 
 _ABSENT = "(absent)"
 
@@ -64,10 +61,15 @@ class Origin:
     interface: str | None = None  # for connections of groups made from this one, if one was chosen
 
 
-class HostCollectives(Calls, ABC):
-    """What a `Communicator` keeps, and those of its collectives that block the host."""
+class HostCollectives(ABC):
+    """The state of a `Communicator`, and those of its collectives that block the host."""
 
     hosts: Hosts
+    prepared: dict[object, Any]  # what operations keep for calls that differ in their tensors alone
+    num_programs: int | None = None  # see `programs`
+    recorder: Recorder  # for what is no call, or outlives it
+    _attachments: dict[str, Attachment]
+    _unfinished: list[Work[None]]  # collectives with steps that are still to be posted
     forked = False  # whether it is of the process from which this one was forked
 
     def _set_up(
@@ -87,7 +89,6 @@ class HostCollectives(Calls, ABC):
         )  # fmt: skip
         exchange.recorder = self.recorder
         self._attachments, self._unfinished, self.prepared = {}, [], {}
-        self.result_memory = ResultMemory(_ranks_in_all(exchange))  # the ranks of other groups may share this host, too
         _communicators.add(self)
 
     @cached_property
@@ -146,17 +147,6 @@ class HostCollectives(Calls, ABC):
     def in_process(self) -> bool:
         """Whether the ranks are threads of this process, as those of `run_ranks(mode="thread")` are."""
         return isinstance(self._exchange, ThreadExchange)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes that this rank keeps for large results on the CPU, in use or not.
-
-        The memory of a result without references is reused for a later result of about its size. It never exceeds twice
-        the most that results took at once, in whole huge pages, nor this rank's part of a quarter of the memory that
-        was available when the first result was made. The least recently used is freed first. `close` frees it, and so
-        does `close` of an ExpertParallel on this communicator; a result that is still in use keeps its own.
-        """
-        return self.result_memory.num_bytes
 
     def check_device(self, name: str, tensor: Tensor) -> None:
         """Refuses a tensor on another kind of device than this communicator's; device numbers are not compared.
@@ -217,7 +207,7 @@ class HostCollectives(Calls, ABC):
         return self._exchange.post(sends, receives, label, sizes)
 
     def attached(self, key: str, make: Callable[[], _A] | None = None) -> _A | Any:
-        """What `make` returned at the first call with this key; closed when the communicator is.
+        """Gives what `make` returned at the first call with this key; it is closed when the communicator is.
 
         Without `make`: what there is, or None.
 
@@ -236,6 +226,75 @@ class HostCollectives(Calls, ABC):
         if attachment is None and make is not None:
             attachment = self._attachments[key] = make()
         return attachment
+
+    @contextlib.contextmanager
+    def programs(self, number: int | None) -> Iterator[None]:
+        """Within it, kernels of collectives on a GPU have at most so many programs: fewer multiprocessors are taken.
+
+        None: four a multiprocessor. The transport has to be direct; kernels that wait have one program in any case.
+
+        Raises:
+            ArgumentError: another number.
+        """
+        before, self.num_programs = self.num_programs, checked_programs(number)
+        try:
+            yield
+        finally:
+            self.num_programs = before
+
+    def call(
+        self,
+        name: str,
+        shape: Sequence[int] | None = None,
+        dtype: object = None,
+        wires: object = (),
+        transport: str | None = None,
+        details: tuple[Any, ...] = (),
+        numbered: bool = True,
+    ) -> Call:
+        """Begins an operation that passed this rank's checks. Everything that peers may notice happens in this `with`
+        block.
+
+        Args:
+            shape: a tensor's, as a torch.Size. Like the other arguments, it must not hold the tensor.
+            wires: a wire format or several.
+            transport: the one used; or the one requested, if `takes` names it later.
+            details: names and values in turn: ints, text, tuples of ints, or objects that become text later.
+            numbered: whether all ranks make this call.
+
+        Raises:
+            ThinwireError: the communicator has ended at this rank, or another thread is in a call; nothing was begun.
+        """
+        self.settle()
+        return Call(self.recorder, (name, shape, dtype, wires, transport, details), numbered)
+
+    def deliver(self, call: Call, finish: Callable[[], _T], device: torch.device, async_op: bool) -> _T | Work[_T]:
+        """An operation's result: what `finish` makes on the device, or a Work whose `wait()` calls `finish`."""
+        return Work((), finish, device, call.posted()) if async_op else finish()
+
+    def settle(self) -> None:
+        """Ends what is under way of earlier calls, as peers may wait for it.
+
+        Raises:
+            ThinwireError: it has ended at this rank, in a child or by an interrupt. Or another thread is in a call.
+        """
+        self.recorder.take_turn()
+        try:
+            if self._unfinished:
+                self._settle_collectives()
+            for attachment in self._attachments.values():
+                if attachment.under_way is not None:
+                    attachment.settle()
+        except BaseException as error:
+            self.recorder.ended_by(error)
+            raise
+        finally:
+            self.recorder.end_turn()
+
+    def _settle_collectives(self) -> None:
+        while self._unfinished:
+            self._unfinished[0].settle()
+            del self._unfinished[0]  # not before: `close` in another thread ends it
 
     @collective
     def barrier(self) -> None:
@@ -316,16 +375,6 @@ class HostCollectives(Calls, ABC):
         with self.call("all_gather_data"):
             messages = self._gather_messages(encoded, "data", MOST_BYTES)
             return [decode(message, shape, f"rank {rank}") for rank, message in enumerate(messages)]
-
-    def _gather_short(self, value: object, shape: Any) -> list[Any]:
-        """As `all_gather_data`, in one exchange where that takes two: of values of at most `SHORT` bytes as JSON."""
-        message = encode(value, shape)
-        if len(message) > SHORT:
-            raise ThinwireError(f"data of {len(message)} bytes; at most {SHORT} can be sent unannounced")
-        row = torch.frombuffer(bytearray(message.ljust(SHORT)), dtype=torch.uint8)
-        received = self._exchange_rows(row.repeat(self.size, 1), "data")
-        messages = (told.numpy().tobytes().rstrip(b" ") for told in received)
-        return [decode(told, shape, f"rank {rank}") for rank, told in enumerate(messages)]
 
     def _gather_messages(self, message: bytes, label: str, most: int = _LARGEST_COUNT) -> list[bytes]:
         """Every rank's message, of at most so many bytes, in rank order."""

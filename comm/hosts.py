@@ -14,6 +14,7 @@ from pathlib import Path
 #: Names this rank's host, in place of what the system says.
 VARIABLE = "THINWIRE_HOST"
 _MOST_TEXT = 100
+LOOPBACK = "127.0.0.1"
 _GET_ADDRESS = 0x8915  # Linux's SIOCGIFADDR
 
 #: The ranks of each host, ascending; hosts by their first ranks.
@@ -21,7 +22,7 @@ Hosts = tuple[tuple[int, ...], ...]
 
 
 def host_name() -> str:
-    """The same on ranks that may map each other's memory, and on no others: THINWIRE_HOST, or this system's.
+    """Names this rank's host: equal on ranks that may map each other's memory, and on no others. See THINWIRE_HOST.
 
     Processes that do not see each other's numbers are on different hosts, as they cannot map each other's memory.
     """
@@ -29,7 +30,7 @@ def host_name() -> str:
 
 
 def system_name() -> str:
-    """The same for processes that see each other's numbers, since this system was started."""
+    """Names this system: equal for processes that see each other's numbers, since it was started."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{platform.node()[:_MOST_TEXT]} {boot} {os.stat('/proc/self/ns/pid').st_ino}"

@@ -153,5 +153,5 @@ def _as_json(entry: Entry) -> dict[str, Any]:
 
 
 def _text(text: str) -> str:
-    """What a reader takes for text."""
+    """Makes text that a reader of the file accepts."""
     return "".join(letter if letter.isprintable() else " " for letter in text[:LONGEST_TEXT])

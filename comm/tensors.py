@@ -14,7 +14,7 @@ import torch
 from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
-from thinwire.errors import ArgumentError, WireFormatError
+from thinwire.errors import ArgumentError, ThinwireError, WireFormatError
 
 #: Seconds; more overflow a clock of nanoseconds sooner than they pass.
 MOST_SECONDS = 1e9
@@ -31,7 +31,7 @@ def is_strided(tensor: torch.Tensor) -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """The same of memory, for those who look there; whether it holds conjugates or negatives is not looked at."""
+    """Whether a tensor is strided and its memory holds its elements; conjugates and negatives are not looked at."""
     # Of others, such as a FakeTensor or a DTensor, memory says nothing, if there is any.
     return (
         is_strided(tensor)
@@ -120,6 +120,13 @@ def is_seconds(value: object) -> bool:
     """Whether a value is a valid wait in seconds: a number above 0, and at most `MOST_SECONDS`."""
     real: Any = value
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 < real <= MOST_SECONDS
+
+
+def require_seconds(name: str, value: Any) -> float:
+    """Gives a wait in seconds as a float; ThinwireError unless it is a valid one, see `is_seconds`."""
+    if not is_seconds(value):
+        raise ThinwireError(f"{name} is {value!r}, expected a finite number of seconds above 0, at most 1e9")
+    return float(value)
 
 
 def is_int(value: object, least: int, most: int = 2**31 - 1) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.comm.agreement.verdict import LOOK_SECONDS, ReportTime, verdict_at
+from thinwire.comm.agreement.boards import LOOK_SECONDS, ReportTime, verdict_at
 from thinwire.comm.exchange import ADVICE, POLL_SECONDS, Exchange, Posted, Sizes, name_ranks
 from thinwire.errors import PeerTimeout, ThinwireError
 from thinwire.first_run import Deadline
@@ -82,12 +82,12 @@ class ThreadWorld:
             world.fail(reason)
 
     def lost(self, rank: int) -> frozenset[int]:
-        """Whom a rank that gave up has blamed."""
+        """The ranks that a rank blamed when it gave up."""
         with self._changed:
             return self._gone[rank].to_blame - {rank} if rank in self._gone else frozenset()
 
     def agree(self, rank: int, missed: Iterable[int]) -> frozenset[int]:
-        """Who is lost, the same for all that ask, each with those that it misses.
+        """Agrees on who is lost: the same for all that ask, each with those that it misses.
 
         Lost is who was missed by one of them, and neither asks in time nor waits here for others.
         """
@@ -173,7 +173,7 @@ class ThreadWorld:
                 self._waiting.pop(rank, None)
 
     def _error(self, rank: int, text: str, gone: set[int]) -> PeerTimeout:
-        """What `rank` raises on account of ranks that are gone, itself perhaps. From now on it is gone, too."""
+        """Makes the error that `rank` raises as ranks are gone, perhaps itself. From now on it is gone, too."""
         departures = [self._gone[peer] for peer in sorted(gone)]
         reasons = tuple(dict.fromkeys(reason for departure in departures for reason in departure.reasons))
         to_blame = frozenset().union(*(departure.to_blame for departure in departures))
@@ -213,7 +213,7 @@ class _Departure(NamedTuple):
 
 
 class _End:
-    """What one rank posted of a message: a uint8 tensor, or a list that holds or shall hold an object."""
+    """One rank's part of a message: a uint8 tensor, or a list that holds or shall hold an object."""
 
     def __init__(self, buffer: Any) -> None:
         self.buffer = buffer

@@ -22,7 +22,7 @@ LOOK_SECONDS = 1.0
 
 
 def call_within(seconds: float, call: Callable[[], _T], look: Callable[[], None] = lambda: None) -> _T:
-    """What the call returns or raises, if it ends in time.
+    """Makes a call in a thread of its own, and gives what it returns or raises, if it ends in time.
 
     A store's client waits for a server that is stopped, or is none, without a look at its own limit, in the constructor
     and in `get`; so do Gloo's first connections. So it has a thread of its own, which is left behind then, and ends
@@ -91,7 +91,7 @@ class Waiting:
             self._under_way.release()
 
     def result(self, waiter: Waiter) -> Any:
-        """What the call gives or raises, and what a signal handler raises meanwhile.
+        """Gives what the call returns or raises, or raises what a signal handler does meanwhile.
 
         None if it has not ended some seconds after the deadline, as its thread is left behind, or after `end_later`.
         """
@@ -163,7 +163,7 @@ def is_timeout(error: RuntimeError) -> bool:
 
 
 def first_line(error: RuntimeError) -> str:
-    """What Gloo says, without place and advice."""
+    """Gives Gloo's message without place and advice."""
     # It begins with the place in its source, in brackets, and goes on with advice.
     text = str(error).strip().partition("\n")[0]
     return text.rpartition("] ")[2].partition(". ")[0] if text.startswith("[") else text

@@ -117,7 +117,7 @@ class Work(Generic[_T]):
                 self._recorded.end(error)
 
     def settle(self) -> None:
-        """As `wait`, but what went wrong with the call is for `wait` to say. An exception from outside is raised."""
+        """Waits, and leaves the call's own errors to `wait`. An exception from outside is raised."""
         if self._failure is None:
             try:
                 self.wait()
@@ -129,7 +129,7 @@ _E = TypeVar("_E", bound=BaseException)
 
 
 def without_traceback(error: _E) -> _E:
-    """The same error, to be kept: the frames that a traceback leads to hold the caller's tensors."""
+    """Copies an error without its traceback, whose frames hold the caller's tensors."""
     kept = type(error).__new__(type(error), *error.args)
     kept.args = error.args  # which an OSError forgets until it is initialised
     kept.__dict__.update(error.__dict__)

@@ -183,7 +183,7 @@ def _place(
     if out is None:
         # Segments do not overlap: they leave gaps, which are zero, if the rows outnumber theirs.
         zero = call.recv_displs is not None and rows != sum(receives.counts)
-        out = new_rows(x, rows, call.tail, zero, comm.result_memory)
+        out = new_rows(x, rows, call.tail, zero)
     elif rows > out.shape[0]:
         receive_segments(receives.counts, call.recv_displs, out.shape[0])  # says which one does not fit
     return RecvBuffer(receives, out)

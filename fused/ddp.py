@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm import Communicator, communicator_or_default
-from thinwire.comm.calls import checked_programs
+from thinwire.comm.call import checked_programs
 from thinwire.compiler import opaque, require_flag
 from thinwire.errors import ArgumentError
 from thinwire.fused.codec import require_float, resolve_wire

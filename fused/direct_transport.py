@@ -12,7 +12,7 @@ from typing import NoReturn, TypeVar
 import numpy as np
 import torch
 
-from thinwire.comm.calls import Attachment
+from thinwire.comm.call import Attachment
 from thinwire.comm.exchange import ADVICE, Exchange, name_ranks
 from thinwire.comm.groups import COMPILE_SECONDS
 from thinwire.comm.memory.symmetric import SymmetricMemory

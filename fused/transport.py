@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from thinwire.comm.calls import Attachment
+from thinwire.comm.call import Attachment
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.host_collectives import Setting
 from thinwire.comm.hosts import describe

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thinwire.comm.resources.available import available_bytes
+from thinwire.comm.resources import available_bytes
 from thinwire.comm.tensors import is_int
 from thinwire.errors import CapacityError
 from thinwire.fused.counts import new_rows

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from thinwire.comm import Communicator, Group
-from thinwire.comm.calls import Attachment
+from thinwire.comm.call import Attachment
 from thinwire.compiler import opaque
 from thinwire.moe.config import ParallelConfig
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.test_testing import HANG_BOUND, assert_all_end, die_on, say_hello, wait_for_ever_unless
 from thinwire import testing
-from thinwire._rank_server import ServedProcess
+from thinwire._rank_process import ServedProcess
 from thinwire.errors import ThinwireError
 from thinwire.testing import RankError, RanksTimeout, run_ranks
 

@@ -24,15 +24,15 @@ from thinwire.comm.agreement import boards
 from thinwire.comm.agreement.boards import Address
 from thinwire.comm.exchange import name_ranks
 from thinwire.comm.groups import endless_in_children
-from thinwire.comm.hosts import facing_address, interface_of, is_loopback
+from thinwire.comm.hosts import LOOPBACK, facing_address, interface_of, is_loopback
 from thinwire.comm.waiting import LOOK_SECONDS, call_within
 from thinwire.errors import ThinwireError
 
 #: Gloo's variable: the interface whose address it listens on and tells its peers.
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
-LOOPBACK = "127.0.0.1"
 _POLL_SECONDS, _MOST_POLL_SECONDS, _ANSWER_SECONDS = 0.02, 0.5, 1.0
+_STORE_LIMIT = timedelta(minutes=5)  # torch's own
 _OWN_SECONDS = 10.0  # in which this host finds itself at its own address, if it ever does
 _started: dict[tuple[str, int], dist.TCPStore] = {}  # by this process, as rank 0
 _started_jobs: dict[str, dist.TCPStore] = {}
@@ -83,7 +83,7 @@ def store_at(host: str, port: int, rank: int, limit: timedelta) -> dist.TCPStore
 
 
 def store_of_job(job: str, rank: int, limit: timedelta) -> dist.TCPStore:
-    """The same for ranks of one host, who find it by what is their job's own; it listens on loopback, at any port.
+    """The store of one host's ranks, which they find by their job's name; it listens on loopback, at any port.
 
     Rank 0 tells the port to processes of the same user, at a socket that has a name and no file: it ends with rank 0.
     """
@@ -231,7 +231,7 @@ def meet(store: dist.Store, rank: int, size: int, limit: timedelta, host: str | 
 
 
 def _request(store: dist.Store, peer: int) -> str:
-    """What a rank asks for; empty while it does not."""
+    """Reads what a rank asks for; empty while it does not."""
     return store.get(f"request {peer}").decode() if store.check([f"request {peer}"]) else ""
 
 
@@ -255,7 +255,7 @@ def _own_address(host: str) -> Address:
 
 
 def _as_address(text: str) -> Address:
-    """What a peer has told."""
+    """Reads the address that a peer told."""
     host, _, port = text.partition(" ")
     return Address(host, int(port), "")
 
@@ -278,9 +278,7 @@ def _start_open_store(host: str, port: int, limit: timedelta) -> dist.TCPStore:
         failure = _why_unreachable(host, port, min(limit, timedelta(seconds=_OWN_SECONDS)))
         if failure:
             raise Unmet(f"this host does not reach itself there ({failure}): is MASTER_ADDR its address?")
-        return endless_in_children(
-            dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-        )
+        return store_behind(listener, LOOPBACK)
 
 
 def start_store(host: str, port: int) -> dist.TCPStore:
@@ -293,12 +291,13 @@ def start_store(host: str, port: int) -> dist.TCPStore:
     Raises:
         ThinwireError: the address cannot be listened on, as when another program does.
     """
-    listener = _listen(host, port)
-    port = listener.getsockname()[1]
-    # The store closes the file that it is handed.
-    return endless_in_children(
-        dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    )
+    return store_behind(_listen(host, port), host)
+
+
+def store_behind(listener: socket.socket, host: str, limit: timedelta = _STORE_LIMIT) -> dist.TCPStore:
+    """A store that this process serves with a listener, and that closes it at its end; `limit` is of its waits."""
+    port, file = listener.getsockname()[1], listener.detach()
+    return endless_in_children(dist.TCPStore(host, port, None, True, limit, False, master_listen_fd=file))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -26,10 +26,9 @@ import torch.distributed as dist
 from thinwire import first_run
 from thinwire.comm.agreement import boards
 from thinwire.comm.agreement.boards import CONNECT_SECONDS, LOST, Address, Boards, Gone, Notes, Stopped, Unanswered
-from thinwire.comm.agreement.verdict import LOOK_SECONDS, ReportTime, Verdict, stronger, verdict_at
+from thinwire.comm.agreement.meeting import store_behind
 from thinwire.comm.exchange import name_ranks
-from thinwire.comm.groups import endless_in_children
-from thinwire.comm.hosts import facing_address, is_loopback
+from thinwire.comm.hosts import LOOPBACK, facing_address, is_loopback
 from thinwire.comm.waiting import call_within
 from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
 
@@ -49,8 +48,6 @@ _SILENT_SECONDS = 1.0  # until a process is asked again that has left several re
 _OUT_OF_REACH_SECONDS = CONNECT_SECONDS
 _PATIENCE_SECONDS = 2.0  # with the host of a meeting, which may be busy, or behind a link that comes back
 _MOST_THREADS = 16
-_MOST_REASON = 150  # characters, which take up to 12 bytes each
-_LOOPBACK = "127.0.0.1"
 
 
 def resolve_quorum(quorum: str | None) -> str:
@@ -94,15 +91,15 @@ class Standby:
     def open(
         cls, rank: int, gather: Callable[[object, Any], list[Any]], timeout: float, quorum: str = "any"
     ) -> Standby:
-        """Collective over the ranks of a communicator. `gather` is as its `all_gather_data`, for short values."""
+        """Collective over the ranks of a communicator. `gather` is as its `all_gather_data`."""
         places = gather([_network(), secrets.token_hex(16)], (str, str))
         shared = len({network for network, _ in places}) == 1 and bool(places[0][0])
         own, address = None, Address("", 0, "")
         try:
-            own = boards.serve(_LOOPBACK if shared else _facing_address())
+            own = boards.serve(LOOPBACK if shared else _facing_address())
             address = own.address
         except (OSError, RuntimeError, ValueError, Unanswered) as error:
-            address = Address("", 0, str(error)[:_MOST_REASON])
+            address = Address("", 0, str(error))
         addresses = [Address(*entry) for entry in gather(list(address), (str, int, str))]
         return cls(rank, addresses, places[0][1], own, timeout, quorum)
 
@@ -119,24 +116,24 @@ class Standby:
     # -----------------------------------------------------------------------------------------------------------------
     # Who is lost
 
-    def agree(self, suspects: Iterable[int]) -> Verdict:
-        """What the ranks agree on, of which some miss others; each calls it with those that it misses.
+    def agree(self, suspects: Iterable[int]) -> boards.Verdict:
+        """Agrees with the other ranks on who is lost; each calls it with those that it misses.
 
         Lost is whose process has ended, and who was missed by one of them and is not among them. While none of those
         who came misses anybody, this rank says that it is there, and concludes nothing. The first verdict holds for all
         that come later, unless a stronger one was made where they could not see it.
         """
         if not self.can_agree:
-            return Verdict((), f"who is lost is not known, as {self._reason()}")
+            return boards.Verdict((), f"who is lost is not known, as {self._reason()}")
         self._missed |= {*suspects}
         lost = self._settle(self._timeout + _WITNESS_SECONDS if self._missed else 0.0)
         self._told |= {*(lost or ())}
-        ranks, remark = Verdict((), self._alone()) if lost is None else verdict_at(self.rank, lost)
+        ranks, remark = boards.Verdict((), self._alone()) if lost is None else boards.verdict_at(self.rank, lost)
         at_work = [f"rank {rank} is {work}" for rank, work in self._at_work.copy().items() if rank in self._missed]
-        return Verdict(ranks, "; ".join([remark, *at_work]))
+        return boards.Verdict(ranks, "; ".join([remark, *at_work]))
 
     def ask_for_work(self, asked: set[Address]) -> str:
-        """What a rank that answers compiles or loads; empty: none does. Adds the addresses that it has asked."""
+        """Asks ranks what they compile or load; empty: none does. Adds the addresses that were asked to `asked`."""
         self._silent.clear()  # a busy host may have left requests unanswered
         ranks = [rank for rank, address in enumerate(self._addresses) if address not in asked]
         asked.update(self._addresses)
@@ -162,7 +159,7 @@ class Standby:
         if known is None:
             return None
         for board in self._ask_all(range(self.size)).values():  # others may have been cut off, and have made one
-            known = stronger(known, board.get(LOST, known))
+            known = boards.stronger(known, board.get(LOST, known))
         if self.rank in known and 2 * len(known) > self.size:  # those who are lost together could outvote the others
             known = self._vote(known, 0.0) or known
         if self.rank not in known:
@@ -177,7 +174,7 @@ class Standby:
 
         Each look begins at the lowest rank anew, as links come back.
         """
-        end, report_time = time.monotonic() + limit, ReportTime()
+        end, report_time = time.monotonic() + limit, boards.ReportTime()
         while True:
             host, board = self._report(among)
             reports = {rank: board[f"missed/{rank}"] for rank in range(self.size) if f"missed/{rank}" in board}
@@ -185,7 +182,7 @@ class Standby:
             known = self._known()
             for notes in [board, *others.values()]:
                 if LOST in notes:
-                    known = tuple(notes[LOST]) if known is None else stronger(known, notes[LOST])
+                    known = tuple(notes[LOST]) if known is None else boards.stronger(known, notes[LOST])
             if known is not None and (self.rank not in known or len(among) == self.size):
                 return known
             is_over = report_time.is_over((host, len(reports)))
@@ -201,7 +198,7 @@ class Standby:
                             return tuple(self._pin(host, LOST, lost).get(LOST, lost))
                 elif is_over and time.monotonic() > end:
                     return known
-            time.sleep(LOOK_SECONDS)
+            time.sleep(boards.LOOK_SECONDS)
 
     def _report(self, among: Collection[int]) -> tuple[int, Notes]:
         """The lowest of some ranks that answers, and its board, where this rank's report is then."""
@@ -283,7 +280,7 @@ class Standby:
                 if self._are_enough(here):
                     return attempt, self._pin_patiently(host, decided, here).get(decided, here)
                 raise PeerTimeout(f"rank {self.rank} of {self.size}: {self._alone()}")
-            time.sleep(LOOK_SECONDS)
+            time.sleep(boards.LOOK_SECONDS)
 
     def _require_in(self, members: Collection[int]) -> None:
         if self.rank not in members:
@@ -303,8 +300,8 @@ class Standby:
     # Boards
 
     def _reason(self) -> str:
-        reasons = (f"rank {rank} has no standby: {entry.reason}" for rank, entry in enumerate(self._addresses))
-        return next(text for text, entry in zip(reasons, self._addresses, strict=True) if not entry.host)
+        without = next(rank for rank, address in enumerate(self._addresses) if not address.host)
+        return f"rank {without} has no standby: {self._addresses[without].reason}"
 
     def _pin(self, rank: int, key: str = "", note: Iterable[int] = ()) -> Notes:
         """A rank's board, with a note pinned there if there is a key; or Unanswered."""
@@ -329,7 +326,7 @@ class Standby:
         return notes
 
     def _pin_patiently(self, rank: int, key: str = "", note: Iterable[int] = ()) -> Notes:
-        """The same, though an answer may fail to come now and then."""
+        """Pins as `_pin` does, and asks again for a while if no answer comes."""
         end = time.monotonic() + _PATIENCE_SECONDS
         while True:
             try:
@@ -337,7 +334,7 @@ class Standby:
             except Unanswered as error:
                 if isinstance(error, Gone) or time.monotonic() > end:
                     raise
-            time.sleep(LOOK_SECONDS)
+            time.sleep(boards.LOOK_SECONDS)
 
     def _ask_all(self, ranks: Iterable[int]) -> dict[int, Notes]:
         """The boards of those that answer, in ascending rank; who has ended is known then."""
@@ -372,7 +369,7 @@ class Meeting:
         self._standby, self._host, self._attempt, self._timeout = standby, host, attempt, timeout
 
     def make(self, make_group: Callable[[dist.Store], _T]) -> _T:
-        """What is made with a store that all members share, and that lives as long as the first of them.
+        """Makes a group with a store that all members share, and that lives as long as the first of them.
 
         Raises:
             PeerTimeout: it is not made in time.
@@ -385,18 +382,14 @@ class Meeting:
         standby, key, limit = self._standby, f"port/{self._attempt}", timedelta(seconds=self._timeout)
         host = standby._addresses[self.members[0]].host
         if standby.rank == self.members[0]:
-            listener = boards.listener_at(host)
-            port = listener.getsockname()[1]
-            store = dist.TCPStore(
-                host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=limit
-            )
-            standby._pin_patiently(self._host, key, [port])
-            return endless_in_children(store)
+            store = store_behind(boards.listener_at(host), host, limit)
+            standby._pin_patiently(self._host, key, [store.port])
+            return store
         end = time.monotonic() + self._timeout
         while not (told := standby._pin_patiently(self._host).get(key)):
             if time.monotonic() > end:
                 raise Unanswered(f"rank {self.members[0]} has made no store")
-            time.sleep(LOOK_SECONDS)
+            time.sleep(boards.LOOK_SECONDS)
         return dist.TCPStore(host, told[0], wait_for_workers=False, timeout=limit)
 
     def confirm(self, made: bool) -> bool:
@@ -411,7 +404,7 @@ class Meeting:
                 if missing <= standby._ended or time.monotonic() > end:
                     made = not missing
                     break
-                time.sleep(LOOK_SECONDS)
+                time.sleep(boards.LOOK_SECONDS)
                 board = standby._pin_patiently(self._host)
             # Who is to go on is in the note: all, or nobody.
             members = standby._pin_patiently(self._host, outcome, self.members if made else [])[outcome]
@@ -423,7 +416,7 @@ class Meeting:
 
 
 def join(make_group: Callable[[], _T], timeout: float, members: str, look: Callable[[], None] = lambda: None) -> _T:
-    """What is made, or PeerTimeout if it is not in time, whatever the store's host does. `look` may raise."""
+    """Makes a group; PeerTimeout if it is not made in time, whatever the store's host does. `look` may raise."""
     try:
         return call_within(timeout + 2 * CONNECT_SECONDS, make_group, look)
     except ThinwireError:
@@ -437,7 +430,7 @@ _open: weakref.WeakValueDictionary[int, Standby] = weakref.WeakValueDictionary()
 
 
 def _ask_peers() -> str:
-    """What a rank of any communicator of this process compiles or loads; empty: none does."""
+    """Asks the ranks of all communicators of this process what they compile or load; empty: none does."""
     asked = set[Address]()
     found = (reference() for reference in _open.valuerefs())
     return next(filter(None, (standby.ask_for_work(asked) for standby in found if standby is not None)), "")
@@ -447,7 +440,7 @@ first_run.ask_peers = _ask_peers
 
 
 def _network() -> str:
-    """What tells one host's loopback interface from another's; empty where that cannot be known."""
+    """Identifies this host's loopback interface; empty where that cannot be known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"

@@ -20,28 +20,19 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
-from thinwire.comm.agreement.meeting import (
-    INTERFACE_VARIABLE,
-    LOOPBACK,
-    Unmet,
-    World,
-    gloo_over,
-    meet,
-    reach,
-    store_at,
-    store_of_job,
-)
+from thinwire.comm.agreement import meeting
+from thinwire.comm.agreement.meeting import INTERFACE_VARIABLE, Unmet, World
 from thinwire.comm.agreement.standby import resolve_quorum
-from thinwire.comm.calls import Attachment
-from thinwire.comm.communicator import Communicator, Settings
+from thinwire.comm.call import Attachment
+from thinwire.comm.communicator import Child, Communicator, Settings
 from thinwire.comm.groups import DEFAULT_TIMEOUT, as_device, backends_of, group_of, limit_of_group, member_group
 from thinwire.comm.host_collectives import Origin
-from thinwire.comm.hosts import interface_of
+from thinwire.comm.hosts import LOOPBACK, interface_of
 from thinwire.comm.launch.launchers import ALONE, RankInfo, discover
 from thinwire.comm.launch.rank_table import RankTable
 from thinwire.comm.recorder import is_off, write_all
-from thinwire.comm.resources.cpu_share import CpuShare, cpu_share
-from thinwire.comm.tensors import is_seconds
+from thinwire.comm.resources import CpuShare, cpu_share
+from thinwire.comm.tensors import require_seconds
 from thinwire.comm.waiting import call_within, first_line
 from thinwire.compiler import Recorder, opaque
 from thinwire.errors import PeerTimeout, ThinwireError
@@ -126,27 +117,11 @@ class Domains:
         return made
 
 
-class _Opened(Attachment):
-    """What a communicator keeps of the domains that were made from it: they end with it."""
-
-    def __init__(self) -> None:
-        self.by_name: dict[str, Communicator] = {}
-
-    def describe(self) -> str:
-        names = [repr(name) + (", closed" if comm.closed else "") for name, comm in self.by_name.items()]
-        return f"domains: {'; '.join(names)}"
-
-    def close(self) -> None:
-        for comm in self.by_name.values():
-            comm._close_all()
-
-
 class _OfThread(threading.local):
     domains: Domains | None = None  # in threads that are ranks
 
 
-_of_process = Domains()
-_of_thread = _OfThread()
+_of_process, _of_thread = Domains(), _OfThread()
 
 
 def current_domains() -> Domains:
@@ -220,9 +195,9 @@ def init(
     """
     if domain is not None and (not isinstance(domain, str) or not domain.strip()):
         raise ThinwireError(f"domain is {domain!r}, expected None or a name, a string that is not empty")
-    for name, seconds in (("timeout", timeout), ("meeting_timeout", meeting_timeout)):
-        if not is_seconds(seconds) and (name == "meeting_timeout" or seconds is not None):
-            raise ThinwireError(f"{name} is {seconds!r}, expected a finite number of seconds above 0, at most 1e9")
+    if timeout is not None:
+        require_seconds("timeout", timeout)
+    meeting_timeout = require_seconds("meeting_timeout", meeting_timeout)
     if device is not None:
         as_device(device)
     resolve_quorum(quorum)
@@ -240,7 +215,7 @@ def init(
     if world is None:
         if _of_thread.domains is not None:
             raise ThinwireError("this rank is a thread, and its communicator is closed; it cannot get another one")
-        world = _join(rank, world_size, table, wanted, float(meeting_timeout))
+        world = _join(rank, world_size, table, wanted, meeting_timeout)
     else:
         _require_compatible(world, rank, world_size, Settings())
     try:
@@ -264,7 +239,7 @@ def init(
 
 
 def current_cpu_share() -> CpuShare:
-    """What calls may use that no communicator is passed to; see `cpu_share`."""
+    """The share of cores for calls to which no communicator is passed; see `cpu_share`."""
     comm = current_domains().current()
     if comm is not None:
         return comm.cpu_share
@@ -371,25 +346,21 @@ def _open_domain(world: Communicator, name: str, wanted: Settings) -> Communicat
     )
     made = world._derive([tuple(range(world.size))], settings, origin)
     made._origin = origin
-    world.attached("domains", _Opened).by_name[name] = made
+    world._attachments[f"domain {name}"] = Child(made, f"domain: {name!r}")
     return made
 
 
 def _require_compatible(comm: Communicator, rank: int | None, world_size: int | None, asked: Settings) -> None:
-    device, timeout, quorum = asked
-    wanted: dict[str, object] = {
-        "rank": rank,
-        "world_size": world_size,
-        "device": None if device is None else torch.device(device).type,
-        "quorum": quorum,
-    }
-    present: dict[str, object] = {
-        "rank": comm.rank, "world_size": comm.size, "device": comm.device.type, "quorum": comm.quorum,
-    }  # fmt: skip
-    if device is not None and torch.device(device).index is not None:
-        wanted["device"], present["device"] = str(torch.device(device)), str(comm.device)
-    wanted["timeout"], present["timeout"] = timeout, comm.timeout
-    differing = [f"{name}={value!r}" for name, value in wanted.items() if value not in (None, present[name])]
+    device = None if asked.device is None else torch.device(asked.device)
+    numbered = device is not None and device.index is not None
+    settings: tuple[tuple[str, object, object], ...] = (
+        ("rank", rank, comm.rank),
+        ("world_size", world_size, comm.size),
+        ("device", device and str(device), str(comm.device) if numbered else comm.device.type),
+        ("quorum", asked.quorum, comm.quorum),
+        ("timeout", asked.timeout, comm.timeout),
+    )
+    differing = [f"{name}={wanted!r}" for name, wanted, present in settings if wanted not in (None, present)]
     if differing:
         raise ThinwireError(
             f"init was called before and gave {comm!r}; close() that one before asking for {', '.join(differing)}"
@@ -473,7 +444,7 @@ def _make_group(info: RankInfo, device: torch.device, timeout: float, meeting_ti
                     device_id=device if on_cuda else None,
                 )
 
-        with gloo_over(world.interface):
+        with meeting.gloo_over(world.interface):
             call_within(left().total_seconds(), make, world.look)
         return world.interface
     except (Unmet, TimeoutError, RuntimeError) as error:  # stores raise DistError, Gloo's first connections a plain one
@@ -498,7 +469,7 @@ def _meet(info: RankInfo, left: Callable[[], timedelta]) -> World:
     if info.size == 1:
         return World(dist.HashStore(), interface_of(LOOPBACK), {})
     if info.address is None:
-        return meet(store_of_job(info.job, info.rank, left()), info.rank, info.size, left())
+        return meeting.meet(meeting.store_of_job(info.job, info.rank, left()), info.rank, info.size, left())
     host, port = info.address
     store: dist.Store
     # Where torchrun's agent has a store, all ranks are its clients, and how it listens is the agent's affair.
@@ -506,7 +477,7 @@ def _meet(info: RankInfo, left: Callable[[], timedelta]) -> World:
         # It has the names of groups that this process has left, such as Gloo's addresses of theirs.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         own = f"thinwire attempt {attempt} group {next(_groups_over_agent)}"
-        store = dist.PrefixStore(own, reach(host, port, left()))
+        store = dist.PrefixStore(own, meeting.reach(host, port, left()))
     else:
-        store = store_at(host, port, info.rank, left())
-    return meet(store, info.rank, info.size, left(), host)
+        store = meeting.store_at(host, port, info.rank, left())
+    return meeting.meet(store, info.rank, info.size, left(), host)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from thinwire.comm.hosts import LOOPBACK
 from thinwire.comm.launch.rank_table import DEFAULT_PORT, RankTable
 from thinwire.comm.tensors import is_int, read_int
 from thinwire.errors import RankTableError, ThinwireError
@@ -55,7 +56,6 @@ _TABLE_LAUNCHERS = (_HCCL, *LAUNCHERS)
 #: By which launchers say that there are several processes, and not how many.
 _RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MPIRUN_RANK", "MP_CHILD")
 _FIRST_SLURM_PORT, _SLURM_PORTS = 20000, 10000
-_LOOPBACK = "127.0.0.1"
 _NAME = re.compile(r"(?=.{1,253}\Z)[\w-]{1,63}(\.[\w-]{1,63})*\.?")
 
 
@@ -131,7 +131,7 @@ def discover(
     if launcher is not None and _is_on_one_host(launcher, environ, world_size) and not environ.get("MASTER_ADDR"):
         if not environ.get("MASTER_PORT"):
             return RankInfo(rank, world_size, local_rank, source, None, job=_job_of(launcher, environ))
-        environ = {**environ, "MASTER_ADDR": _LOOPBACK}
+        environ = {**environ, "MASTER_ADDR": LOOPBACK}
     if launcher is not None and launcher.name == "Slurm":
         environ = {**_slurm_meeting(environ), **{name: value for name, value in environ.items() if value}}
     return RankInfo(rank, world_size, local_rank, source, _read_address(environ, source, world_size))
@@ -165,7 +165,7 @@ def _is_on_one_host(launcher: Launcher, environ: Mapping[str, str], size: int) -
 
 
 def _job_of(launcher: Launcher, environ: Mapping[str, str]) -> str:
-    """The same on all ranks of this host that this launcher started at once, and on no others."""
+    """Identifies the ranks of this host that this launcher started at once."""
     told = [f"{name}={environ[name]}" for name in launcher.job or () if name in environ]
     if not told:
         told = [f"started by process {_parent(environ)}"]
@@ -262,7 +262,7 @@ def _as_host(text: str, name: str) -> str:
 
 
 def _slurm_meeting(environ: Mapping[str, str]) -> dict[str, str]:
-    """What Slurm's own variables say of MASTER_ADDR and MASTER_PORT: all that can be told from them.
+    """Derives MASTER_ADDR and MASTER_PORT from Slurm's own variables, as far as they say.
 
     Task 0 runs on the first node of the step. (SLURM_LAUNCH_NODE_IPADDR is where srun runs, which may be elsewhere.)
     """

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from thinwire.comm.hosts import VARIABLE
 from thinwire.comm.memory.heap import Heap, StillWaiting
-from thinwire.comm.resources.available import require_available
+from thinwire.comm.resources import require_available
 from thinwire.errors import TransportUnavailable
 
 _OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's variable, for ranks that share a GPU
@@ -70,17 +70,12 @@ class CudaHeap(Heap):
         identity = str(torch.cuda.get_device_properties(device).uuid)
         return _Gpu(host, boot, identity, device.index, torch.cuda.mem_get_info(device)[0])
 
-    def read_fact(self, fact: list[Any]) -> _Gpu:
-        gpu = _Gpu(*fact)
-        if gpu.number < 0 or gpu.available_bytes < 0:
-            raise ValueError(f"cuda:{gpu.number}, {gpu.available_bytes} bytes available")
-        return gpu
-
-    def create(self, facts: list[_Gpu]) -> None:
+    def create(self, facts: list[Any]) -> None:
         from torch._C._distributed_c10d import _SymmetricMemory
 
-        own = facts[self.comm.rank]
-        for peer, gpu in enumerate(facts):
+        gpus = [_Gpu(*fact) for fact in facts]
+        own = gpus[self.comm.rank]
+        for peer, gpu in enumerate(gpus):
             if peer != self.comm.rank and peer in self.ranks:
                 why = _why_out_of_reach(own, gpu)
                 if why is not None:
@@ -88,7 +83,7 @@ class CudaHeap(Heap):
         why = _why_no_socket()
         if why is not None:
             raise TransportUnavailable(f"rank {self.comm.rank} cannot map its peers' memory: {why}")
-        sharing = [gpu.available_bytes for gpu in facts if gpu.identity == own.identity]
+        sharing = [gpu.available_bytes for gpu in gpus if gpu.identity == own.identity]
         require_available(len(sharing), self.num_bytes, min(sharing), f"rank {self.comm.rank}'s {self.comm.device}")
         self.local = _SymmetricMemory.empty_strided_p2p((self.num_bytes,), (1,), torch.uint8, self.comm.device)
         self.local.zero_()

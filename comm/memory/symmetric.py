@@ -9,8 +9,7 @@ import torch
 
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.memory.cuda_heap import CudaHeap
-from thinwire.comm.memory.heap import Heap, StillWaiting
-from thinwire.comm.memory.posix_heap import PosixHeap
+from thinwire.comm.memory.heap import Heap, PosixHeap, StillWaiting
 from thinwire.errors import CapacityError, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.fields import MOST_TEXT, OneOf
 
@@ -71,7 +70,7 @@ class SymmetricMemory:
         return self._require_open(self._bases)
 
     def among(self, ranks: Sequence[int]) -> SymmetricMemory:
-        """The same memory, of these ranks alone; in place of this one, which is closed by neither."""
+        """This memory with the buffers of these ranks alone, to be used in place of this one."""
         return SymmetricMemory(
             self.kind, self.generation, self.local, self.buffer_ptrs[list(ranks)].tolist(), self._mappings
         )
@@ -148,8 +147,8 @@ def allocate(
         # Not as inference tensors, which nobody could write to later.
         with torch.inference_mode(False):
             buffer_ptrs: list[int] = []
-            facts = _on_all_ranks(comm, heap.inspect, heap.fact, heap.read_fact)
-            offers = _on_all_ranks(comm, lambda: heap.create(facts), heap.offer, heap.read_offer)
+            facts = _on_all_ranks(comm, heap.inspect, heap.fact)
+            offers = _on_all_ranks(comm, lambda: heap.create(facts), heap.offer)
             _on_all_ranks(comm, lambda: buffer_ptrs.extend(heap.attach(offers)), None)
             for step in heap.trials(buffer_ptrs):
                 _on_all_ranks(comm, step, None)
@@ -184,16 +183,10 @@ def _check_request(comm: Communicator, num_bytes: int, generation: int) -> None:
             raise ThinwireError(f"{name} of symmetric memory is {value!r}, expected an int of at least {least}")
 
 
-def _on_all_ranks(
-    comm: Communicator, step: Callable[[], object], shape: Any, read: Callable[[Any], Any] = lambda result: result
-) -> list[Any]:
+def _on_all_ranks(comm: Communicator, step: Callable[[], object], shape: Any) -> list[Any]:
     """Runs a step on every rank and returns all results; what it raised on the first rank that failed, all raise.
 
-    Ranks that only waited for others come last.
-
-    Args:
-        shape: of a result, see `thinwire.fields`.
-        read: what turns that into what is returned; a ValueError for what no rank can have sent.
+    Ranks that only waited for others come last. `shape` is a result's, see `thinwire.fields`.
     """
     result: object = None
     error: ThinwireError | None = None
@@ -222,16 +215,8 @@ def _on_all_ranks(
     for rank, outcome in sorted(enumerate(outcomes), key=lambda told: told[1][0] == StillWaiting.__name__):
         if len(outcome) == 2:
             kind, text = outcome
-            if kind not in _KINDS:
-                raise ThinwireError(f"rank {rank} sent an error of the kind {kind!r}, expected {' or '.join(_KINDS)}")
             raise error if error is not None and rank == comm.rank else _KINDS[kind](text)
-    results = []
-    for rank, (outcome,) in enumerate(outcomes):
-        try:
-            results.append(read(outcome))
-        except ValueError as problem:
-            raise ThinwireError(f"rank {rank} sent what cannot be of its symmetric memory: {problem}") from None
-    return results
+    return [result for (result,) in outcomes]
 
 
 def _choose_heap(comm: Communicator) -> type[Heap]:

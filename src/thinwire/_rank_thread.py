@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import queue
 import sys
@@ -74,12 +75,11 @@ def run_rank_threads(
     # Ranks may start ranks of their own. When the outer ones are given up, so are these.
     world = ThreadWorld(world_size, within=starter.world if isinstance(starter, _RankThread) else None)
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-    raised: list[int] = []
     comms = Communicator.of_threads(world, device=device, timeout=timeout / 2)
-    threads = [_RankThread(comm, world, functools.partial(fn, comm, *args), raised, ended) for comm in comms]
+    threads = [_RankThread(comm, world, functools.partial(fn, comm, *args), ended) for comm in comms]
     limit = time.monotonic() + timeout
     running = set(range(world_size))
-    failures: dict[int, str] = {}
+    failed: list[int] = []
     try:
         for thread in threads:
             thread.start()
@@ -89,13 +89,12 @@ def run_rank_threads(
             except queue.Empty:
                 break
             running.discard(rank)
-            failure = threads[rank].failure
-            if failure is not None:
-                failures[rank] = failure
+            if threads[rank].failure:
+                failed.append(rank)
                 limit = min(limit, time.monotonic() + grace)
         stacks = {rank: _stack_of(threads[rank]) for rank in sorted(running)}
-        in_order = {rank: failures[rank] for rank in [*raised, *failures] if rank in failures}
-        return [thread.result for thread in threads], in_order, stacks
+        failed.sort(key=lambda rank: threads[rank].raised)
+        return [thread.result for thread in threads], {rank: threads[rank].failure for rank in failed}, stacks
     finally:
         # Threads cannot be killed, but what they wait for can be ended.
         world.fail("run_ranks gave up, as a rank had failed or time was up")
@@ -109,20 +108,13 @@ class _RankThread(threading.Thread):
     """One rank. A daemon: one that never returns does not keep the process from ending."""
 
     def __init__(
-        self,
-        comm: Communicator,
-        world: ThreadWorld,
-        call: Callable[[], Any],
-        raised: list[int],
-        ended: queue.SimpleQueue[int],
+        self, comm: Communicator, world: ThreadWorld, call: Callable[[], Any], ended: queue.SimpleQueue[int]
     ) -> None:
         super().__init__(name=f"rank {comm.rank}", daemon=True)
         self.world = world
         self.result: Any = None
-        self.failure: str | None = None  # the traceback
-        self._comm = comm
-        self._calls = [call]
-        self._raised, self._ended = raised, ended
+        self.failure, self.raised = "", math.inf  # the traceback, and when its call raised
+        self._comm, self._calls, self._ended = comm, [call], ended
         # What the caller's stream was given may be what makes the arguments.
         on_cuda = comm.device.type == "cuda"
         self._callers_stream = torch.cuda.current_stream(comm.device) if on_cuda else None
@@ -135,7 +127,7 @@ class _RankThread(threading.Thread):
                 try:
                     self.result = call()
                 except BaseException as error:
-                    self._raised.append(self._comm.rank)  # before peers fail because of it
+                    self.raised = time.monotonic()  # before peers fail because of it
                     self._tell_peers(error)
                     raise
         except BaseException:

@@ -69,7 +69,7 @@ def working(what: str) -> Iterator[None]:
 
 
 def work_here() -> str:
-    """What this process compiles or loads, or did a moment ago; empty: nothing."""
+    """Says what this process compiles or loads, or did a moment ago; empty: nothing."""
     for what in _at_work.copy().values():
         return what
     since, what = _last_work

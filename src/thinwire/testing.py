@@ -15,19 +15,17 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from thinwire._rank_process import InheritedFile, Launch, Payload, end_with_parent, rank_main
-from thinwire._rank_server import ServedProcess, without_ctrl_c
+from thinwire._rank_process import InheritedFile, Launch, ServedProcess, end_with_parent, rank_main, without_ctrl_c
 from thinwire._rank_thread import require_queues, run_rank_threads
-from thinwire.comm.agreement.meeting import INTERFACE_VARIABLE, LOOPBACK, start_store
-from thinwire.comm.hosts import interface_of
-from thinwire.comm.tensors import is_int, is_seconds
+from thinwire.comm.agreement.meeting import INTERFACE_VARIABLE, start_store
+from thinwire.comm.hosts import LOOPBACK, interface_of
+from thinwire.comm.tensors import is_int, require_seconds
 from thinwire.errors import ThinwireError, TransportUnavailable
 
 __all__ = ["RankError", "RanksTimeout", "preload", "run_ranks"]
@@ -35,7 +33,6 @@ __all__ = ["RankError", "RanksTimeout", "preload", "run_ranks"]
 T = TypeVar("T")
 
 _GRACE = 2.0  # seconds that the others get once a rank has failed, to fail by themselves and say how
-_STACK_MARGIN = 0.5  # seconds before the deadline at which stuck ranks write down where they are
 _PRELOAD = ["torch", "torch.distributed"]  # never triton or numba: they read their environment when they are imported
 _main_lock = threading.Lock()
 _preloaded: tuple[str, ...] = ()  # what `preload` was told
@@ -152,8 +149,7 @@ def _check_request(world_size: int, mode: str, device: str, timeout: float, env:
         raise ThinwireError(f"mode is {mode!r}, expected 'process' or 'thread'")
     if not isinstance(device, str) or device not in ("cpu", "cuda"):
         raise ThinwireError(f"device is {device!r}, expected 'cpu' or 'cuda'")
-    if not is_seconds(timeout):
-        raise ThinwireError(f"timeout is {timeout!r}, expected a finite number of seconds above 0, at most 1e9")
+    require_seconds("timeout", timeout)
     if mode == "thread" and env is not None:
         raise ThinwireError(
             f"env is {env!r}, but threads share this process's environment: expected None, or processes"
@@ -174,23 +170,18 @@ def _run_processes(
     """Each rank's result, if all have one; what happened on those that failed; state and stack of the unfinished."""
     interface = interface_of(LOOPBACK)  # Gloo would take that of the host's name
     environ = {**({INTERFACE_VARIABLE: interface} if interface else {}), **os.environ, **env}
-    payload = _pack(fn, args, environ)
+    main, parts = _pack(fn, args)
     preloaded = _preloaded if _start_method(device) == "forkserver" else ()
     if preloaded:
         _prepare_server(preloaded, environ)
     deadline = time.monotonic() + timeout
     store = start_store(LOOPBACK, 0)
-    # The payload holds the environment, and the environment may hold secrets: its file has no name, so that nothing is
-    # left of it when this process is killed.
-    with tempfile.TemporaryDirectory(prefix="thinwire-ranks-") as folder, tempfile.TemporaryFile() as shared:
-        margin = min(_STACK_MARGIN, timeout / 4)
-        launch = Launch(0, world_size, device, store.port, timeout, deadline, margin, Path(folder), preloaded)
-        shared.write(payload)
-        shared.flush()
-        launches = [replace(launch, rank=rank) for rank in range(world_size)]
+    with tempfile.TemporaryDirectory(prefix="thinwire-ranks-") as folder:
+        told = world_size, device, store.port, timeout, deadline, Path(folder), preloaded, environ, main, parts
+        launches = [Launch(rank, *told) for rank in range(world_size)]
         processes: list[BaseProcess] = []
         try:
-            _start(launches, environ, shared.fileno(), processes)
+            _start(launches, processes)
             failures, unfinished = _watch(processes, launches, deadline)
         finally:
             _kill(processes)
@@ -202,12 +193,12 @@ def _run_processes(
 # --- what is sent -----------------------------------------------------------------------------------------------------
 
 
-def _pack(fn: Callable[..., object], args: tuple[object, ...], environ: dict[str, str]) -> bytes:
+def _pack(fn: Callable[..., object], args: tuple[object, ...]) -> tuple[tuple[str, str] | None, list[bytes]]:
+    """Gives `Launch.main` and `Launch.parts`."""
     _require_importable(fn)
     parts = [_dumps(fn, "the function"), *(_dumps(arg, f"argument {i}") for i, arg in enumerate(args))]
     # Re-running the parent's script is needed only for what is defined in it, and slow where that is a test runner.
-    main = _main_source() if any(b"__main__" in part for part in parts) else None
-    return pickle.dumps(Payload(environ, main, parts))
+    return _main_source() if any(b"__main__" in part for part in parts) else None, parts
 
 
 def _dumps(value: object, what: str) -> bytes:
@@ -260,19 +251,19 @@ def _main_source() -> tuple[str, str] | None:
 # --- start, watch, end ------------------------------------------------------------------------------------------------
 
 
-def _start(launches: list[Launch], environ: dict[str, str], payload: int, processes: list[BaseProcess]) -> None:
-    device, preloaded = launches[0].device, launches[0].preloaded
-    if _start_method(device) == "forkserver":
+def _start(launches: list[Launch], processes: list[BaseProcess]) -> None:
+    preloaded = launches[0].preloaded
+    if _start_method(launches[0].device) == "forkserver":
         # Without triton and numba, one server is right for every value of their variables: ranks import them.
-        read = environ if preloaded else {}
+        read = launches[0].environ if preloaded else {}
         make: Callable[..., BaseProcess] = functools.partial(ServedProcess, [*_PRELOAD, *preloaded], read)
     else:
         make = multiprocessing.get_context("spawn").Process
     # The fork server keeps the standard files that it was started with; ranks print where this process prints now.
-    files = (InheritedFile(payload), InheritedFile(1), InheritedFile(2))
     with _without_main():
         for launch in launches:
-            process = make(target=rank_main, args=(launch, *files), name=f"rank {launch.rank}")
+            args = launch, InheritedFile(1), InheritedFile(2)
+            process = make(target=rank_main, args=args, name=f"rank {launch.rank}")
             with contextlib.nullcontext() if isinstance(process, ServedProcess) else without_ctrl_c():
                 process.start()
             processes.append(process)

@@ -36,8 +36,6 @@ FEW = ["--repeats", "2", "--sample-seconds", "0"]
         ("bench_flight_recorder", ["--repeats", "1"], 1),
         pytest.param("bench_deep_ep", ["--repeats", "2", "--wires", "int8", "--tokens", "8,16"], 2, marks=[
             pytest.mark.exhaustive]),
-        pytest.param("bench_result_memory", ["--tokens", "512", "--hidden", "2048", "--repeats", "3"], 12, marks=[
-            pytest.mark.exhaustive]),
     ],
 )  # fmt: skip
 def test_a_script_runs_and_writes_its_figures(script: str, options: list[str], figures: int, tmp_path: Path) -> None:

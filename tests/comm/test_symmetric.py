@@ -31,10 +31,11 @@ from tests.helpers.files import open_files
 from tests.helpers.speeds import exhaustive_but
 from thinwire import testing
 from thinwire.comm import Communicator, allocate
-from thinwire.comm.memory import cuda_heap, posix_heap, symmetric
+from thinwire.comm import resources as available
+from thinwire.comm.memory import cuda_heap, symmetric
+from thinwire.comm.memory import heap as heaps
 from thinwire.comm.memory.cuda_heap import CudaHeap
-from thinwire.comm.memory.posix_heap import PosixHeap
-from thinwire.comm.resources import available
+from thinwire.comm.memory.heap import PosixHeap
 from thinwire.comm.threads import ThreadWorld
 from thinwire.errors import CapacityError, ConfigMismatch, PeerTimeout, ThinwireError, TransportUnavailable
 from thinwire.testing import RankError, run_ranks
@@ -311,52 +312,6 @@ def test_a_rank_that_cannot_map_a_peer_is_named_on_every_rank_and_nothing_is_kep
     assert re.match(told, results[0]), results[0]
 
 
-LIES = [
-    ("inspect", {"processes": -1}, r"pid namespace -1, \d+ bytes available"),
-    ("inspect", {"available_bytes": -5}, r"pid namespace \d+, -5 bytes available"),
-    ("create", {"process": 0}, r"file \d+ of process 0, with a token of 64 characters"),
-    ("create", {"process": -7}, r"file \d+ of process -7,"),
-    ("create", {"descriptor": -1}, r"file -1 of process \d+,"),
-    ("create", {"token": "0" * 63}, r"with a token of 63 characters; expected .* 64 of hexadecimal"),
-    ("create", {"token": "G" * 64}, r"file \d+ of process \d+"),
-    ("create", {"token": "0" * 64 + "\n"}, r"with a token of 65 characters"),
-]
-
-
-def lie(comm, lies):
-    told = []
-    for step, fields, _ in lies:
-        honest = getattr(PosixHeap, step)
-        if comm.rank == 1:
-            setattr(PosixHeap, step, lambda *args, honest=honest, fields=fields: honest(*args)._replace(**fields))
-        told.append(error_of(comm, 4096))
-        setattr(PosixHeap, step, honest)
-    allocate(comm, 64).close()  # the ranks are still in step
-    return told
-
-
-@pytest.mark.exhaustive
-def test_what_no_rank_can_have_is_refused_by_all_and_not_tried():
-    results = run_ranks(lie, 2, LIES)
-    assert results[0] == results[1]
-    for (kind, text), (_, _, told) in zip(results[0], LIES, strict=True):
-        assert kind == "ThinwireError"
-        assert re.match(f"rank 1 sent what cannot be of its symmetric memory: .*{told}", text), text
-
-
-def send_an_error_of_another_kind(comm):
-    if comm.rank == 1:
-        have_no_memfd(comm)
-        symmetric._KINDS = {"SystemExit": ThinwireError}
-    return error_of(comm, 64)
-
-
-def test_only_errors_of_symmetric_memory_are_raised_for_a_peer():
-    told, _ = run_ranks(send_an_error_of_another_kind, 2)
-    expected = "StillWaiting or CapacityError or TransportUnavailable"
-    assert told == ("ThinwireError", f"rank 1 sent an error of the kind 'SystemExit', expected {expected}")
-
-
 def be_killed_at(comm, moment, folder):
     """What the survivors held afterwards, left in files: a run with a dead rank has no results."""
     doomed, heap = comm.rank == 1, PosixHeap
@@ -368,7 +323,7 @@ def be_killed_at(comm, moment, folder):
     if doomed and moment == "before":
         die()
     if doomed and moment == "set aside":
-        posix_heap.secrets = SimpleNamespace(token_bytes=die)
+        heaps.secrets = SimpleNamespace(token_bytes=die)
     if doomed and moment == "mapping":
         heap._map = die
     if moment == "after":

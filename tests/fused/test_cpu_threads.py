@@ -11,7 +11,7 @@ pytest.importorskip("numba", reason="ranks of the CPU need numba")
 import torch
 
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.resources.cpu_share import VARIABLE
+from thinwire.comm.resources import THREADS_VARIABLE
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.codec import _SHARED_BYTES, dequantize, quantize
 from thinwire.fused.ops import all_gather, all_reduce, reduce_scatter
@@ -90,7 +90,7 @@ def test_threads_change_no_bit(call: Call, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(pack, "share_rows", share_rows)
     results = []
     for threads in ("1", "3"):
-        monkeypatch.setenv(VARIABLE, threads)
+        monkeypatch.setenv(THREADS_VARIABLE, threads)
         results.append(run_ranks(call, WORLD, mode="thread"))
         assert bool(started) == (threads == "3")
     for one, several in zip(*results, strict=True):

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire import testing
-from thinwire._rank_process import end_with_parent
-from thinwire._rank_server import ServedProcess, take_ctrl_c_again
+from thinwire._rank_process import ServedProcess, end_with_parent, take_ctrl_c_again
 from thinwire.comm import init
 
 LIMIT = 60.0  # seconds after which whatever is left of a case is killed

@@ -24,7 +24,7 @@ from tests.helpers.wires import assert_same_bits
 from thinwire.comm import Communicator, allocate
 from thinwire.comm.memory import cuda_heap, symmetric
 from thinwire.comm.memory.cuda_heap import CudaHeap
-from thinwire.comm.memory.posix_heap import PosixHeap
+from thinwire.comm.memory.heap import PosixHeap
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels.reach import exchange, find_lost
 from verification.ptx.device import Device

@@ -19,7 +19,7 @@ import torch
 import thinwire as tw
 from tests.helpers import mortal
 from thinwire import testing
-from thinwire._rank_server import ServedProcess
+from thinwire._rank_process import ServedProcess
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import PeerTimeout, ThinwireError
 from verification.cuts.network import INTERFACE, Network, address, enter

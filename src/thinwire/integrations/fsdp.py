@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from thinwire.comm import Communicator, as_communicator
-from thinwire.comm.calls import checked_programs
+from thinwire.comm.call import checked_programs
 from thinwire.compiler import opaque
 from thinwire.errors import ArgumentError
 from thinwire.fused.codec import resolve_wire

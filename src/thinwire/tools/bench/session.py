@@ -22,7 +22,7 @@ from thinwire._rank_thread import require_queues, set_queues
 from thinwire.comm import Communicator
 from thinwire.comm.launch.bootstrap import init
 from thinwire.comm.launch.launchers import LAUNCHERS, discover
-from thinwire.comm.resources.available import available_bytes
+from thinwire.comm.resources import available_bytes
 from thinwire.errors import ArgumentError
 from thinwire.files import open_to_write, replace_file, write_file
 from thinwire.testing import run_ranks

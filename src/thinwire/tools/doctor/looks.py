@@ -110,7 +110,7 @@ def _cache(name: str, folder: Path, entries: str, variable: str) -> Finding:
 
 def processors() -> Iterator[Finding]:
     """Cores, those that this process may use, and the threads that a rank would use if it were alone here."""
-    from thinwire.comm.resources.cpu_share import VARIABLE, cpu_share, usable_cores
+    from thinwire.comm.resources import THREADS_VARIABLE, cpu_share, usable_cores
 
     allowed, bound = usable_cores(), len(os.sched_getaffinity(0))
     text = f"{os.cpu_count()} in all, {bound} that this process may run on"
@@ -123,13 +123,13 @@ def processors() -> Iterator[Finding]:
         threads, reason = cpu_share(None)
         yield Finding("ok", "threads", f"{threads} for the rows of a large call, were this process a rank: {reason}")
     except ThinwireError as error:
-        yield Finding("problem", "threads", str(error), f"unset {VARIABLE}, or correct it")
+        yield Finding("problem", "threads", str(error), f"unset {THREADS_VARIABLE}, or correct it")
     yield judged(load <= allowed, "load", f"{load:.2f} processes in the last minute", busy)
 
 
 def memory() -> Iterator[Finding]:
     """Available memory, as the library itself sees it, and huge pages."""
-    from thinwire.comm.resources.available import available_bytes
+    from thinwire.comm.resources import available_bytes
 
     left = available_bytes()
     advice = "symmetric memory is taken from this; end what else holds some, or raise the control group's limit"

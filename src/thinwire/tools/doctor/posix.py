@@ -3,7 +3,7 @@
     python -m thinwire.tools.doctor.posix
 
 prints as JSON why the step fails, and what to do about it; nothing where all work. They are the steps of
-`thinwire.comm.memory.posix_heap`, with a megabyte; another process opens the file, as a peer does.
+`thinwire.comm.memory.heap.PosixHeap`, with a megabyte; another process opens the file, as a peer does.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from thinwire._rank_server import without_ctrl_c
+from thinwire._rank_process import without_ctrl_c
 from thinwire.errors import ArgumentError, TransportUnavailable
 from thinwire.tools.progress import Report
 from thinwire.tools.warmup.configuration import Configuration

@@ -1,14 +1,15 @@
-"""How many threads a CPU rank uses: by the variable, else by its share of the cores."""
+"""How many threads a CPU rank uses: by the variable, else by its share of the cores; and which control groups count."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
+from thinwire.comm import resources as module
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.resources import cpu_share as module
-from thinwire.comm.resources.cpu_share import VARIABLE, CpuShare, cpu_share, usable_cores
+from thinwire.comm.resources import THREADS_VARIABLE, CpuShare, control_groups, cpu_share, usable_cores
 from thinwire.comm.threads import ThreadWorld
 from thinwire.errors import ThinwireError
 from thinwire.tools.doctor.looks import processors
@@ -18,7 +19,7 @@ from thinwire.tools.doctor.looks import processors
 def host(monkeypatch):
     """16 cores and no launcher."""
     module._quotas.cache_clear()
-    for name in (VARIABLE, *(name for names in module._SIZES for name in names)):
+    for name in (THREADS_VARIABLE, *(name for names in module._SIZES for name in names)):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
     monkeypatch.setattr(module, "control_groups", lambda controller: [])
@@ -50,8 +51,8 @@ def host(monkeypatch):
         (None, {"LOCAL_WORLD_SIZE": "\u0664"}, CpuShare(16, "16 cores")),
         (None, {"LOCAL_WORLD_SIZE": "12345678 (x)"}, CpuShare(16, "16 cores")),
         (None, {"LOCAL_WORLD_SIZE": "1" * 5000}, CpuShare(16, "16 cores")),
-        (2, {VARIABLE: "7"}, CpuShare(7, "by THINWIRE_CPU_THREADS")),
-        (2, {VARIABLE: ""}, CpuShare(8, "16 cores, 2 ranks")),
+        (2, {THREADS_VARIABLE: "7"}, CpuShare(7, "by THINWIRE_CPU_THREADS")),
+        (2, {THREADS_VARIABLE: ""}, CpuShare(8, "16 cores, 2 ranks")),
     ],
 )
 def test_threads_are_the_share_of_the_cores_unless_told(ranks, environment, expected, monkeypatch):
@@ -62,10 +63,10 @@ def test_threads_are_the_share_of_the_cores_unless_told(ranks, environment, expe
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1025", "1e2", "9" * 50, " 2", "\u0664"])
 def test_a_number_that_is_none_is_refused(text, monkeypatch):
-    monkeypatch.setenv(VARIABLE, text)
-    with pytest.raises(ThinwireError, match=f"{VARIABLE} is .* in the environment, expected 1 to 1024"):
+    monkeypatch.setenv(THREADS_VARIABLE, text)
+    with pytest.raises(ThinwireError, match=f"{THREADS_VARIABLE} is .* in the environment, expected 1 to 1024"):
         cpu_share(2)
-    with pytest.raises(ThinwireError, match=VARIABLE):
+    with pytest.raises(ThinwireError, match=THREADS_VARIABLE):
         Communicator.of_threads(ThreadWorld(2))
 
 
@@ -105,9 +106,9 @@ def test_ranks_that_are_threads_share_with_each_other_whatever_a_launcher_says(m
 
 def test_doctor_says_how_many_and_what_is_wrong_with_the_variable(monkeypatch):
     assert found_by_doctor() == ("ok", "16 for the rows of a large call, were this process a rank: 16 cores", "")
-    monkeypatch.setenv(VARIABLE, "two")
+    monkeypatch.setenv(THREADS_VARIABLE, "two")
     mark, text, advice = found_by_doctor()
-    assert mark == "problem" and text.startswith(f"{VARIABLE} is 'two'") and VARIABLE in advice
+    assert mark == "problem" and text.startswith(f"{THREADS_VARIABLE} is 'two'") and THREADS_VARIABLE in advice
 
 
 def found_by_doctor():
@@ -126,3 +127,44 @@ def test_explain_tells_threads_only_where_there_may_be_some(monkeypatch):
     for backend, told in (("", True), ("numba", True), ("torch", False), ("triton", False)):
         monkeypatch.setenv("THINWIRE_BACKEND", backend)
         assert ("threads for rows of a large call: 8" in comm.explain()) == told, backend
+
+
+ROOT = Path("/sys/fs/cgroup")
+
+
+@pytest.fixture
+def memberships(monkeypatch):
+    """A function that sets what /proc/self/cgroup says, or raises."""
+
+    def say(text):
+        def read_text(path, encoding=None, errors=None):
+            assert path == Path("/proc/self/cgroup")
+            if isinstance(text, OSError):
+                raise text
+            return text
+
+        monkeypatch.setattr(Path, "read_text", read_text)
+
+    return say
+
+
+def test_groups_are_those_of_the_controller_and_all_above_them(memberships):
+    memberships("5:cpu,cpuacct:/d\n4:memory:/m\n1:name=systemd:/x\n0::/a/b\n")
+    assert list(control_groups("cpu")) == [
+        (ROOT / "cpu/d", False),
+        (ROOT / "cpu", False),
+        (ROOT / "a/b", True),
+        (ROOT / "a", True),
+        (ROOT, True),
+    ]
+
+
+def test_lines_that_name_no_group_are_left_out(memberships):
+    memberships("\ngarbage\n5:cpu\n0::/\n")
+    assert list(control_groups("cpu")) == [(ROOT, True)]
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "denied"), FileNotFoundError(2, "no such file")])
+def test_where_it_cannot_be_read_there_are_none(error, memberships):
+    memberships(error)
+    assert list(control_groups("cpu")) == []
