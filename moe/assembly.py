@@ -1,15 +1,21 @@
-"""What of an ExpertParallel depends on its group: the transport and its lanes."""
+"""What an ExpertParallel has of its group: a transport and its lanes, and what all layers that ask for one share."""
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
+from thinwire.comm import Communicator, Group
+from thinwire.comm.call import Attachment
 from thinwire.comm.host_collectives import Setting
 from thinwire.comm.hosts import describe
 from thinwire.comm.memory.symmetric import SymmetricMemory
+from thinwire.compiler import opaque
 from thinwire.errors import CapacityError, LaneError, ThinwireError, TransportUnavailable
 from thinwire.fields import shown
 from thinwire.fused.transport import choose, open_direct, uses_triton
@@ -23,6 +29,8 @@ from thinwire.moe.staged import StagedPlan, StagedRound, StagedRounds
 
 if TYPE_CHECKING:
     from thinwire.moe.pulled import PulledRounds
+
+_T = TypeVar("_T")
 
 
 class Assembly:
@@ -39,9 +47,7 @@ class Assembly:
         self.backward: DirectRounds | PulledRounds | None = None
         comm, asked = config.comm, config.transport
         comm.require_same("ExpertParallel", config.settings(generation))
-        self.rounds: Rounds = choose(
-            "ExpertParallel", asked, comm, [], self._open, self._staged, CapacityError,
-        )  # fmt: skip
+        self.rounds: Rounds = choose("ExpertParallel", asked, comm, [], self._open, self._staged, CapacityError)
         facts = self.facts()  # of which `open_direct` has told the first, where it was tried
         comm.log(f"ExpertParallel: {'; '.join(facts if asked == 'staged' else facts[1:])}")
 
@@ -164,3 +170,77 @@ def _ways_of_numba(config: ParallelConfig, backward: bool, reason: str, host: Se
         make = two_level.TwoLevelRounds
     size = pulled.shared_bytes(layout, config.lanes, ranks)
     return size, lambda memory, crowded: make(config, layout, memory, reason, crowded)
+
+
+class _Made(Attachment):
+    """What was made for one communicator; what was rebuilt onto its successor is known to that one.
+
+    Attributes:
+        all: which end with the communicator, unless they end before.
+        shared: those of them that `shared` made, in that order.
+    """
+
+    outlives_shrink = True
+
+    def __init__(self) -> None:
+        self.all: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.shared: list[Any] = []
+
+    def describe(self) -> str:
+        return f"shared ExpertParallel: {sum(not ep._closed for ep in self.shared)}" if self.shared else ""
+
+    def close(self) -> None:
+        for ep in [*self.all]:
+            if ep.comm.closed:  # and not rebuilt onto another group
+                ep.end()  # which keeps its memory, for calls under way, until the last reference is gone
+        for ep in self.shared:
+            if ep.comm.closed:
+                ep.close()
+
+
+def ends_with(comm: Communicator, ep: Any) -> None:
+    """Has an ExpertParallel closed when its communicator is."""
+    comm.attached("ExpertParallel", _Made).all.add(ep)
+
+
+@opaque
+def shared(cls: type[_T], comm: Group, *sizes: int, **settings: Any) -> _T:
+    """The group's ExpertParallel with these settings: constructed by the first call, returned by those that follow.
+
+    All ranks of the group call this, `close` and `rebuild` in the same order, with the same arguments. Whether there is
+    such an object depends on these calls alone, so either all ranks construct it, which is collective and compares what
+    they passed, or none does, and nothing is sent. A rank that finds an object where others construct one gives them
+    PeerTimeout.
+
+    One with room for more tokens counts as the same.
+
+    It belongs to all who asked: it is closed with its communicator, and who closes it before ends it for all of them;
+    the next call constructs another one. One that was rebuilt after `comm.shrink()` is the one of the ranks that are
+    left; one that was rebuilt onto another group is shared no longer.
+
+    Args:
+        comm: a communicator, a process group, or a DeviceMesh of one axis.
+        sizes: the constructor's, and so are `settings`. Formats count as what they stand for, `wire=None` too.
+
+    Raises:
+        ThinwireError: the communicator is closed.
+        TypeError, and what the constructor raises.
+
+    >>> import thinwire as tw
+    >>> with tw.init() as comm:
+    ...     layers = [tw.ExpertParallel.shared(comm, 4, 2, 64, max_tokens=16, wire="none") for _ in range(2)]
+    ...     layers[0] is layers[1]
+    True
+    """
+    bound = inspect.signature(cls).bind(comm, *sizes, **settings)
+    bound.apply_defaults()
+    wanted = ParallelConfig.of(*bound.args[1:], **bound.kwargs, comm=comm)
+    wanted.comm.require_open()
+    known: _Made = wanted.comm.attached("ExpertParallel", _Made)
+    known.shared = [ep for ep in known.shared if not ep._closed]
+    for ep in known.shared:
+        made = ep._assembly.config
+        if made.max_tokens >= wanted.max_tokens and replace(made, max_tokens=wanted.max_tokens) == wanted:
+            return ep
+    known.shared.append(cls(*bound.args, **bound.kwargs))
+    return known.shared[-1]

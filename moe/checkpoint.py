@@ -8,23 +8,27 @@ file with its header, and each rank writes at its own places.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from thinwire.comm.hosts import system_name
 from thinwire.comm.tensors import require_dense, require_writable
 from thinwire.errors import ArgumentError, CheckpointError
-from thinwire.moe.local_experts import LocalExperts
-from thinwire.moe.places import Place, group_of_experts, placed_tensors, whole
-from thinwire.moe.together import agree_on_path, together, unfinished_folder
+from thinwire.fields import MOST_TEXT
+from thinwire.moe.distributed import Place, group_of_experts, placed_tensors, whole
+from thinwire.moe.layer import LocalExperts
 
 if TYPE_CHECKING:
     from thinwire.comm.communicator import Communicator
@@ -38,6 +42,15 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes as an element
 _ROWS_AT_ONCE = 200  # tensors that ranks tell each other of in a message, whatever their names
+
+
+class _Part(NamedTuple):
+    """A tensor of this rank's model, and where it lies in the whole."""
+
+    tensor: torch.Tensor
+    place: Place
+    dtype: str  # that is stored, by safetensors' name
+    digest: str  # of values that must be the same on all ranks
 
 
 def save_checkpoint(
@@ -71,69 +84,49 @@ def save_checkpoint(
         OSError: what the system says of writing.
     """
     comm = group_of_experts(model)
+    parts: dict[str, _Part] = {}
+    together(comm, "describe its model", lambda: parts.update(_stored_parts(model, metadata, dtype, comm is not None)))
+    stored = _agree(comm, parts)
     is_first = comm is None or comm.rank == 0
-    parts: dict[str, tuple[torch.Tensor, Place]] = {}
-    values: dict[str, str] = {}
 
-    def collect() -> str:
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise CheckpointError(f"dtype is {dtype!r}, expected None or a floating-point dtype")
-        if not isinstance(metadata, Mapping | None):
-            raise CheckpointError(f"metadata is a {type(metadata).__name__}, expected a dict of strings or None")
-        for key, text in (metadata or {}).items():
-            if not (isinstance(key, str) and isinstance(text, str)):
-                raise CheckpointError(f"metadata has {key!r}: {repr(text)[:80]}, expected strings")
-        parts.update(placed_tensors(model))
-        for name, (tensor, place) in parts.items():
-            if tensor.dtype not in _NAMES:
-                raise CheckpointError(
-                    f"{name} is {tensor.dtype}, which cannot be stored; one of {', '.join(map(str, _NAMES))} can"
-                )
-            values[name] = "" if comm is None or place.mine else _digest(tensor)
-        if comm is None and any(isinstance(tensor, DTensor) for tensor, _ in parts.values()):
+    def write(path: str) -> None:
+        begins, left = places_in(path), iter(parts.items())
+        with open(path, "r+b") as file:
+            try:
+                for name, (tensor, place, kind, _) in left:
+                    tensor = whole(tensor)
+                    if place.mine or is_first:
+                        write_rows(file, begins[name], tensor.to(DTYPES[kind]), place.rows)
+            except Exception:
+                for _, part in left:  # as the others take part in it
+                    whole(part.tensor)
+                raise
+            file.flush()
+            os.fsync(file.fileno())
+
+    write_together(comm, path, "file", lambda made: _make_file(made, stored, metadata or {}), write)
+
+
+def _stored_parts(
+    model: nn.Module, metadata: Mapping[str, str] | None, dtype: torch.dtype | None, is_spread: bool
+) -> dict[str, _Part]:
+    """Lists what is to be stored, by name. Raises CheckpointError for what cannot be."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise CheckpointError(f"dtype is {dtype!r}, expected None or a floating-point dtype")
+    if not isinstance(metadata, Mapping | None):
+        raise CheckpointError(f"metadata is a {type(metadata).__name__}, expected a dict of strings or None")
+    for key, text in (metadata or {}).items():
+        if not (isinstance(key, str) and isinstance(text, str)):
+            raise CheckpointError(f"metadata has {key!r}: {repr(text)[:80]}, expected strings")
+    parts = {}
+    for name, (tensor, place) in placed_tensors(model).items():
+        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if kind not in _NAMES:
+            raise CheckpointError(f"{name} is {kind}, which cannot be stored; one of {', '.join(map(str, _NAMES))} can")
+        if isinstance(tensor, DTensor) and not is_spread:
             raise CheckpointError("the model is sharded, and no experts are: torch.distributed.checkpoint saves it")
-        return ""
-
-    together(comm, "describe its model", collect)
-    target = agree_on_path(comm, path)
-    as_stored = {
-        name: dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        for name, (tensor, _) in parts.items()
-    }
-    stored = _agree(comm, {name: (_NAMES[as_stored[name]], place) for name, (_, place) in parts.items()}, values)
-    with contextlib.ExitStack() as stack:
-
-        def create() -> str:
-            unfinished = Path(stack.enter_context(unfinished_folder(target))).resolve() / "checkpoint"
-            _make_file(unfinished, stored, metadata or {})
-            return str(unfinished)
-
-        unfinished = together(comm, "make the file", create if is_first else lambda: "")
-
-        def write() -> str:
-            begins = places_in(unfinished)
-            error: Exception | None = None
-            with open(unfinished, "r+b") as file:
-                for name, (tensor, place) in parts.items():
-                    tensor = whole(tensor)  # also after an error, as the others take part in it
-                    if error is None and (place.mine or is_first):
-                        try:
-                            write_rows(file, begins[name], tensor.to(as_stored[name]), place.rows)
-                        except Exception as raised:
-                            error = raised
-                if error is not None:
-                    raise error
-                file.flush()
-                os.fsync(file.fileno())
-            return ""
-
-        together(comm, "write its part", write)
-
-        def finish() -> str:
-            Path(unfinished).replace(target)
-            return ""
-
-        together(comm, "give the file its name", finish if is_first else lambda: "")
+        parts[name] = _Part(tensor, place, _NAMES[kind], _digest(tensor) if is_spread and not place.mine else "")
+    return parts
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -187,7 +180,7 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str]) -> dict[str,
 
 
 def _read(file: Any, name: str, rows: range | tuple[int, ...] | None) -> torch.Tensor:
-    """A stored tensor, or these rows of it, which alone are read."""
+    """Reads a stored tensor, or these rows of it alone."""
     if rows is None:
         found: torch.Tensor = file.get_tensor(name)
     else:
@@ -300,32 +293,30 @@ def write_rows(file: BinaryIO, begin: int, tensor: torch.Tensor, rows: Iterable[
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Of a parameter's bits, whatever their order; nothing of what ranks may have different values or shards of."""
-    if not isinstance(tensor, nn.Parameter) or isinstance(tensor, DTensor):
-        return ""
-    if tensor.is_meta or tensor.itemsize not in _INTEGERS:  # which is refused elsewhere
+    """Sums up a parameter's bits, whatever their order; not where ranks may have different values or shards."""
+    if not isinstance(tensor, nn.Parameter) or isinstance(tensor, DTensor) or tensor.is_meta:
         return ""
     integers = tensor.detach().view(_INTEGERS[tensor.itemsize])
     return str(int(integers.sum(dtype=torch.int64)))
 
 
-def _agree(
-    comm: Communicator | None, own: dict[str, tuple[str, Place]], values: Mapping[str, str]
-) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _agree(comm: Communicator | None, own: Mapping[str, _Part]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype and shape of each tensor of all ranks, in the order of rank 0, then of others.
 
     Raises:
         CheckpointError: on all ranks, where they differ.
     """
-    if comm is None:
-        return {name: (dtype, place.shape) for name, (dtype, place) in own.items()}
-    rows = [[name, dtype, list(place.shape), place.mine, values[name]] for name, (dtype, place) in own.items()]
-    counts = comm.all_gather_data((len(rows),), (int,))
-    told: list[list[Any]] = [[] for _ in range(comm.size)]
-    for start in range(0, max(count for (count,) in counts), _ROWS_AT_ONCE):
-        part = comm.all_gather_data(rows[start : start + _ROWS_AT_ONCE], [(str, str, [int], bool, str)])
-        for rank, more in enumerate(part):
-            told[rank] += more
+    rows: list[Any] = [
+        [name, kind, list(place.shape), place.mine, value] for name, (_, place, kind, value) in own.items()
+    ]
+    told = [rows]
+    if comm is not None:
+        counts = comm.all_gather_data((len(rows),), (int,))
+        told = [[] for _ in range(comm.size)]
+        for start in range(0, max(count for (count,) in counts), _ROWS_AT_ONCE):
+            part = comm.all_gather_data(rows[start : start + _ROWS_AT_ONCE], [(str, str, [int], bool, str)])
+            for rank, more in enumerate(part):
+                told[rank] += more
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     common = [{name: value for name, _, _, mine, value in of_rank if not mine} for of_rank in told]
     for rank, of_rank in enumerate(told):
@@ -343,3 +334,78 @@ def _agree(
                     "as DistributedDataParallel keeps it"
                 )
     return found
+
+
+def write_together(
+    comm: Communicator | None,
+    path: object,
+    kind: str,
+    make: Callable[[Path], object],
+    write: Callable[[str], None],
+) -> None:
+    """Has rank 0 make a file or folder, and each rank write its part; then it gets its name. Collective.
+
+    If one rank fails, all raise, and nothing is left behind.
+    """
+    together(comm, "take its path", lambda: _absolute(path))
+    target, is_first = _absolute(path), comm is None or comm.rank == 0
+    if comm is not None:
+        comm.require_same("a checkpoint", {"path": target})
+    with contextlib.ExitStack() as stack:
+
+        def create() -> str:
+            unfinished = Path(stack.enter_context(_unfinished_folder(Path(target)))).resolve() / "checkpoint"
+            make(unfinished)
+            return str(unfinished)
+
+        unfinished = together(comm, f"make the {kind}", create if is_first else None)
+        together(comm, "write its part", lambda: write(unfinished))
+        together(comm, f"give the {kind} its name", (lambda: os.rename(unfinished, target)) if is_first else None)
+
+
+def _absolute(path: object) -> str:
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentError(f"path is a {type(path).__name__}, expected a str or a path")
+    return os.path.abspath(os.fsdecode(path))
+
+
+def together(comm: Communicator | None, what: str, step: Callable[[], str | None] | None) -> str:
+    """Takes a step on every rank that has one: it succeeds on all of them, or all raise. Collective.
+
+    Returns:
+        What it gave on rank 0; without a group, here.
+
+    Raises:
+        CheckpointError: it failed on another rank, which could not do `what`. A rank on which it failed raises why.
+    """
+    take = step or (lambda: None)
+    if comm is None:
+        return take() or ""
+    done, error = "", None
+    try:
+        done = take() or ""
+        if len(done) > MOST_TEXT:
+            raise CheckpointError(f"a path of {len(done)} characters; at most {MOST_TEXT} can be sent to peers")
+    except Exception as raised:
+        error = raised
+    why = None if error is None else f"{type(error).__name__}: {error}"[:MOST_TEXT]
+    told = comm.all_gather_data((done, why), (str, str | None))
+    if error is not None:
+        raise error
+    for rank, (_, why) in enumerate(told):
+        if why is not None:
+            raise CheckpointError(f"rank {rank} could not {what}: {why}")
+    first: str = told[0][0]
+    return first
+
+
+def _unfinished_folder(target: Path) -> tempfile.TemporaryDirectory[str]:
+    """A new folder beside a checkpoint, which only this user may enter. Those of killed processes of this host go.
+
+    In the target's own folder, others may be able to put a link where a file of a known name is about to be.
+    """
+    start = f".unfinished-{hashlib.sha256(system_name().encode()).hexdigest()[:8]}-"
+    for left in target.parent.glob(f"{start}*"):
+        if not Path("/proc", left.name.removeprefix(start).partition("-")[0]).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    return tempfile.TemporaryDirectory(prefix=f"{start}{os.getpid()}-", dir=target.parent)

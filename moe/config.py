@@ -55,12 +55,10 @@ class ParallelSettings:
     dtype: torch.dtype | None
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "top_k", "hidden_size", "lanes", "align", "num_programs"):
-            value = getattr(self, name)
-            if (value is not None or name != "num_programs") and not is_int(value, 1):
-                raise RoutingError(f"{name} is {value!r}; an int of at least 1, and below 2**31, is needed")
-        if not is_int(self.max_tokens, 0):
-            raise RoutingError(f"max_tokens is {self.max_tokens!r}; an int of at least 0, and below 2**31, is needed")
+        for name in ("num_experts", "top_k", "hidden_size", "lanes", "align", "num_programs", "max_tokens"):
+            value, least = getattr(self, name), int(name != "max_tokens")
+            if (value is not None or name != "num_programs") and not is_int(value, least):
+                raise RoutingError(f"{name} is {value!r}; an int of at least {least}, and below 2**31, is needed")
         if self.top_k > min(self.num_experts, _MAX_TOP_K):
             raise RoutingError(
                 f"top_k is {self.top_k}; expected 1 to {min(self.num_experts, _MAX_TOP_K)}: of {self.num_experts} "
@@ -95,7 +93,7 @@ class ParallelSettings:
         grad_wire: str | WireFormat | None,
         **rest: Any,
     ) -> Self:
-        """What was passed, checked. The rest has the names of the fields."""
+        """Checks what was passed, and looks up its formats. The rest has the names of the fields."""
         wire = resolve_wire(wire, hidden_size if is_int(hidden_size, 1) else BLOCK)
         return cls(
             num_experts=num_experts,
@@ -119,7 +117,7 @@ class ParallelSettings:
         return (torch.float64,) if self.is_double else FLOAT_DTYPES
 
     def describe_dtypes(self) -> str:
-        """Those in words."""
+        """Says in words which dtypes rows may have."""
         return "float64" if self.is_double else "float32, float16 or bfloat16"
 
     @property
@@ -129,7 +127,7 @@ class ParallelSettings:
 
     @property
     def of_backward(self) -> Self:
-        """The same for the lanes on which gradients travel, whose sums are a rank's in any case."""
+        """Settings of the lanes on which gradients travel, whose sums are a rank's in any case."""
         return replace(self, wire=self.grad_wire, combine_wire=self.grad_wire, invariant=False)
 
     def why_staged(self, world: int) -> str | None:
@@ -142,15 +140,15 @@ class ParallelSettings:
 
     def lane_layout(self, world: int, *, weight_grads: bool = False) -> RoundLayout:
         """Of each lane on the direct transport over so many ranks; see `RoundLayout.of`."""
-        return RoundLayout.of(**self._of_lanes(world, weight_grads))
+        return RoundLayout.of(**self._layout_settings(world, weight_grads))
 
     def pulled_layout(self, world: int, *, weight_grads: bool = False, **others: Any) -> PulledLayout:
-        """The same of CPU ranks, whose peers read there; see `PulledLayout`, which has the others."""
+        """Of each lane of CPU ranks, whose peers read there; see `PulledLayout`, which has the others."""
         from thinwire.triton_kernels.cpu.lane import PulledLayout  # it loads numba
 
-        return PulledLayout(**(self._of_lanes(world, weight_grads) | others))
+        return PulledLayout(**(self._layout_settings(world, weight_grads) | others))
 
-    def _of_lanes(self, world: int, weight_grads: bool) -> dict[str, Any]:
+    def _layout_settings(self, world: int, weight_grads: bool) -> dict[str, Any]:
         return {
             "world": world, "num_experts": self.num_experts, "top_k": self.top_k, "hidden": self.hidden_size,
             "max_tokens": self.max_tokens, "wire": self.wire, "combine_wire": self.combine_wire, "dtype": self.dtype,
@@ -168,7 +166,7 @@ class ParallelSettings:
         return self.wire.row_bytes(self.hidden_size, dtype), (world - 1) * to_each_peer
 
     def combine_bytes(self, transport: str, world: int, dtype: torch.dtype) -> tuple[int, int]:
-        """The same of combine."""
+        """What a rank sends to combine: bytes for each record, and bytes beside all records."""
         beside = (world - 1) * (1 if transport == "staged" else 4 * (1 + SIGNAL_END))
         return self.combine_wire.row_bytes(self.hidden_size, dtype), beside
 
@@ -183,7 +181,7 @@ class ParallelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(ParallelSettings):
-    """The same with the group, and what follows from that.
+    """Settings with their group, and what follows from that.
 
     `expert_map` is a tuple once it is checked, None for contiguous blocks. With it ids become *places* as a dispatch
     begins: experts by owner, then by id, so that a rank's are contiguous. Kernels and messages know places only.
@@ -273,17 +271,11 @@ class ParallelConfig(ParallelSettings):
     def settings(self, generation: int) -> dict[str, Setting]:
         """What ranks must agree on."""
         names = ("num_experts", "top_k", "hidden_size", "max_tokens", "lanes", "align", "invariant", "transport")
+        found: dict[str, Setting] = {name: getattr(self, name) for name in names}
         owners = self.expert_map  # of many experts more than can be sent
-        return {name: getattr(self, name) for name in names} | {
-            "expert_map": None
-            if owners is None
-            else f"{shown(owners)}, SHA-256 {hashlib.sha256(repr(owners).encode()).hexdigest()[:16]}",
-            "wire": str(self.wire),
-            "wire_alignment": self.wire.alignment,
-            "combine_wire": str(self.combine_wire),
-            "combine_wire_alignment": self.combine_wire.alignment,
-            "grad_wire": str(self.grad_wire),
-            "grad_wire_alignment": self.grad_wire.alignment,
-            "dtype": str(self.dtype),
-            "generation": generation,
-        }
+        digest = hashlib.sha256(repr(owners).encode()).hexdigest()[:16]
+        found["expert_map"] = None if owners is None else f"{shown(owners)}, SHA-256 {digest}"
+        for name in ("wire", "combine_wire", "grad_wire"):
+            wire = getattr(self, name)
+            found |= {name: str(wire), f"{name}_alignment": wire.alignment}
+        return found | {"dtype": str(self.dtype), "generation": generation}

@@ -18,11 +18,10 @@ import torch
 
 from thinwire.comm.tensors import overwrite
 from thinwire.compiler import opaque
-from thinwire.errors import LaneError, RoutingError
-from thinwire.fused.codec import WireRows
+from thinwire.errors import ArgumentError, LaneError, RoutingError, WireFormatError
+from thinwire.fused.codec import WireRows, readable_records
 from thinwire.moe.gradients import Link
-from thinwire.moe.quantized import QuantizedRows, combined_records, require_rows
-from thinwire.moe.received import Arrived, Records, RowRouting, check_capacity, experts_of, take
+from thinwire.moe.received import Arrived, QuantizedRows, Records, RowRouting, check_capacity, experts_of, take
 from thinwire.moe.round_transport import OnLane, Rounds
 from thinwire.triton_kernels.round_layout import ABANDONED
 from thinwire.wire import Traffic
@@ -212,8 +211,7 @@ class Dispatched(OnLane, ABC):
         """
         self._require_open()
         if self._records is None or (self._link is not None and self._link.lacks_gradient(self._records)):
-            num_records = self._read_num_records()
-            self._records = self._gather_records(self._arrived.first(num_records))
+            self._records = self._gather_records(self._arrived.first(self._read_num_records()))
         return self._records
 
     @property
@@ -274,8 +272,7 @@ class Dispatched(OnLane, ABC):
 
     def _record_routing(self) -> RowRouting:
         self._require_open()
-        num_records = self._read_num_records()
-        return self._routing_of(self._arrived.first(num_records))
+        return self._routing_of(self._arrived.first(self._read_num_records()))
 
     def _routing_of(self, chosen: torch.Tensor) -> RowRouting:
         positions, weights, source = self._arrived.at(chosen)
@@ -347,18 +344,7 @@ class Dispatched(OnLane, ABC):
         config = self._rounds.config
         if weighted and config.invariant:
             raise RoutingError("weighted is True; with invariant=True each expert's row goes home: False is needed")
-        require_rows(expert_out)
-        if isinstance(expert_out, WireRows):
-            rows = combined_records(expert_out, config.combine_wire, config.comm)
-            dtypes: tuple[torch.dtype, ...] = (torch.uint8,)
-            if torch.is_grad_enabled() and self._wants_gradients:
-                raise RoutingError(
-                    "expert_out is quantised rows, which have no gradient, and x or topk_weights wants one: give float "
-                    "rows, or combine under torch.no_grad()"
-                )
-        else:
-            config.comm.check_device("expert_out", expert_out)
-            rows, dtypes = expert_out, config.row_dtypes
+        rows, dtypes = self._check_kind(expert_out)
         given = expert_out.shape
         known = (self._num_records, self._record_capacity) if weighted else (self._num_rows, self._capacity)
         if known == (None, None) and not self._rounds.on_gpu:
@@ -397,6 +383,31 @@ class Dispatched(OnLane, ABC):
             )
         overwrite("out", out)
         return rows
+
+    def _check_kind(self, expert_out: ExpertRows) -> tuple[torch.Tensor, tuple[torch.dtype, ...]]:
+        """The rows that experts give back, and the dtypes they may have."""
+        config, wire = self._rounds.config, self._rounds.config.combine_wire
+        if isinstance(expert_out, QuantizedRows):
+            raise ArgumentError(
+                "expert_out is a QuantizedRows, which has a row for each record; accepted: a float tensor, or "
+                "WireRows, with a row for each row of an expert"
+            )
+        if not isinstance(expert_out, WireRows):
+            config.comm.check_device("expert_out", expert_out)
+            return expert_out, config.row_dtypes
+        if expert_out.wire != wire or not wire.quantized:
+            accepted = f"{wire!r}" if wire.quantized else "none but float rows, as the combine wire is 'none'"
+            raise WireFormatError(
+                f"expert_out has rows in {expert_out.wire!r}, which combine does not take; accepted: {accepted}"
+            )
+        config.comm.check_device("expert_out.records", expert_out.records)
+        rows = readable_records(expert_out)
+        if torch.is_grad_enabled() and self._wants_gradients:
+            raise RoutingError(
+                "expert_out is quantised rows, which have no gradient, and x or topk_weights wants one: give float "
+                "rows, or combine under torch.no_grad()"
+            )
+        return rows, (torch.uint8,)
 
     # -----------------------------------------------------------------------------------------------------------------
     # What a transport gives

@@ -81,12 +81,8 @@ class NamedByExperts(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: Any, more: Any, errors: Any
     ) -> None:
-        own = {
-            prefix + name
-            for tensors in (self._parameters, self._buffers)
-            for name in tensors
-            if tensors[name] is not None
-        }
+        held = {**self._parameters, **self._buffers}
+        own = {prefix + name for name, tensor in held.items() if tensor is not None}
         others = [
             key
             for key in state_dict
@@ -150,16 +146,14 @@ class GroupedExperts(NamedByExperts):
         self.hidden_size = hidden_size
         self.ff_size = ff_size
         self.activation = activation
-        inward = (num_experts, hidden_size, ff_size)
-        outward = (num_experts, ff_size, hidden_size)
-        self.w_in = nn.Parameter(torch.empty(inward, dtype=dtype, device=device))
-        self.w_gate = nn.Parameter(torch.empty(inward, dtype=dtype, device=device)) if gated else None
-        self.w_out = nn.Parameter(torch.empty(outward, dtype=dtype, device=device))
+
+        def zeros(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(num_experts, *shape, dtype=dtype, device=device))
+
+        self.w_in = zeros(hidden_size, ff_size)
+        self.w_gate = zeros(hidden_size, ff_size) if gated else None
+        self.w_out = zeros(ff_size, hidden_size)
         self.draw()
-
-        def zeros(width: int) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(num_experts, width, dtype=dtype, device=device))
-
         self.b_in = zeros(ff_size) if bias else None
         self.b_gate = zeros(ff_size) if bias and gated else None
         self.b_out = zeros(hidden_size) if bias else None
@@ -203,7 +197,10 @@ class GroupedExperts(NamedByExperts):
         """
         reason, segments = self._choose(tokens, expert_counts, expert_offsets)
         if not torch.compiler.is_compiling() and LOGGER.isEnabledFor(logging.INFO):
-            self._log(self._describe(reason, tokens))
+            choice = self._describe(reason, tokens)
+            if choice != self._logged:
+                self._logged = choice
+                LOGGER.info("%s", choice)
         if segments is None:
             return self._grouped_on_device(tokens, expert_counts, expert_offsets)
         # torch.compile knows grouped_mm in bfloat16 alone.
@@ -227,11 +224,6 @@ class GroupedExperts(NamedByExperts):
         way = f"grouped_mm ({tokens.dtype} on {tokens.device.type})" if reason is None else f"loop ({reason})"
         return f"experts: {way}"
 
-    def _log(self, choice: str) -> None:
-        if choice != self._logged:
-            self._logged = choice
-            LOGGER.info("%s", choice)
-
     def _choose(
         self, tokens: torch.Tensor, expert_counts: torch.Tensor, expert_offsets: torch.Tensor | None
     ) -> tuple[str | None, tuple[list[int], list[int]] | None]:
@@ -239,7 +231,15 @@ class GroupedExperts(NamedByExperts):
         require_dense("tokens", tokens, in_memory=False)
         if tokens.dim() != 2 or tokens.shape[1] != self.hidden_size:
             raise RoutingError(f"tokens must be [rows, {self.hidden_size}], got {tuple(tokens.shape)}")
-        self._check_shapes(expert_counts, expert_offsets)
+        lengths = (
+            ("expert_counts", expert_counts, self.num_experts),
+            ("expert_offsets", expert_offsets, self.num_experts + 1),
+        )
+        for name, numbers, length in lengths:
+            if numbers is not None:
+                require_integers(name, numbers)
+                if tuple(numbers.shape) != (length,):
+                    raise RoutingError(f"{name} must be [{length}], got {tuple(numbers.shape)}")
         weights = [weight for weight in (self.w_in, self.w_gate, self.w_out) if weight is not None]
         reason = grouped_mm.why_not(tokens, weights, expert_counts)
         if reason is None and tokens.device.type != "cpu":
@@ -300,16 +300,6 @@ class GroupedExperts(NamedByExperts):
             return self.activation(gate, inner)
         activate = _ACTIVATIONS[self.activation]
         return activate(inner) if gate is None else activate(gate) * inner
-
-    def _check_shapes(self, expert_counts: torch.Tensor, expert_offsets: torch.Tensor | None) -> None:
-        require_integers("expert_counts", expert_counts)
-        if tuple(expert_counts.shape) != (self.num_experts,):
-            raise RoutingError(f"expert_counts must be [{self.num_experts}], got {tuple(expert_counts.shape)}")
-        if expert_offsets is None:
-            return
-        require_integers("expert_offsets", expert_offsets)
-        if tuple(expert_offsets.shape) != (self.num_experts + 1,):
-            raise RoutingError(f"expert_offsets must be [{self.num_experts + 1}], got {tuple(expert_offsets.shape)}")
 
     def _segments(
         self, num_rows: int, expert_counts: torch.Tensor, expert_offsets: torch.Tensor | None

@@ -70,7 +70,6 @@ class Wants(NamedTuple):
 
     @classmethod
     def of_code(cls, code: int) -> Wants:
-        """What `code` gave."""
         return cls(*(bool(code & bit) for bit in (1, 2, 4)))
 
     @property
@@ -80,11 +79,11 @@ class Wants(NamedTuple):
 
     @property
     def code(self) -> int:
-        """All of it, as a number that a graph can hold; 0: nothing."""
+        """Encodes these as a number that a graph can hold; 0: nothing is wanted."""
         return self.rows + 2 * self.weights + 4 * self.experts
 
     def tag(self, of: int = 0) -> int:
-        """What is compared, and which layer's forward a leg is of, or which round's backward. At most 28 bits."""
+        """Encodes what dispatch compares: these, and a leg's layer, or the round of its backward. At most 28 bits."""
         return (of * MOST_WANTS + self.code) & _TAG_MASK
 
 
@@ -159,9 +158,7 @@ class RoundGradients:
 
     def of_experts(self, dy: torch.Tensor, expert_out: torch.Tensor | None, num_rows: int) -> torch.Tensor:
         """Combine's backward: the gradients of expert_out; the weights' are kept, if expert_out is given."""
-        self._forget()
-        self._is_open = True
-        rows, weights = self.plan.send(dy.resolve_neg().contiguous(), num_rows)
+        rows, weights = self._send(dy, num_rows)
         if expert_out is not None:
             pieces = zip(rows.split(_DOT_ROWS), expert_out.split(_DOT_ROWS), strict=True)
             self._dots = torch.cat(
@@ -170,11 +167,14 @@ class RoundGradients:
         return rows.mul_(weights.unsqueeze(1))
 
     def of_records(self, dy: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """The same of a combine of rows that were weighted: a record's is what came to the place of its first row."""
+        """Backward of a combine of weighted rows: a record's gradient is what came to the place of its first row."""
+        rows, _ = self._send(dy, num_rows)
+        return torch.nn.functional.pad(rows, (0, 0, 0, 1))[places]  # -1 is the row of zeros behind the last
+
+    def _send(self, dy: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._forget()
         self._is_open = True
-        rows, _ = self.plan.send(dy.resolve_neg().contiguous(), num_rows)
-        return torch.nn.functional.pad(rows, (0, 0, 0, 1))[places]  # -1 is the row of zeros behind the last
+        return self.plan.send(dy.resolve_neg().contiguous(), num_rows)
 
     def add_rows(self, grad: torch.Tensor) -> None:
         """Keeps gradients of the rows that were gathered; those of several gatherings add up."""
@@ -189,8 +189,8 @@ class RoundGradients:
     def of_tokens(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Dispatch's backward: the gradients of x and topk_weights."""
         self._of_this_backward()
-        rows, self._rows = self._rows, None
-        dots, self._dots = self._dots, None
+        rows, dots = self._rows, self._dots
+        self._forget()
         dx, dw = self.plan.collect(rows, dots)
         if dw is not None:  # of merged experts: every mention has the gradient of the first
             dw = torch.where(self._ids >= 0, dw.gather(1, first_mentions(self._ids)), 0.0)
@@ -208,8 +208,8 @@ def _added(known: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
 
 
 def put_rows(values: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Values [n, ...] at their places, int64 [n], among so many rows, zero elsewhere; of place -1 nowhere."""
-    rows = new_rows(values, num_rows + 1, values.shape[1:], zero=True)
+    """Values [*n, ...] at their places, int64 [*n], among so many rows, zero elsewhere; of place -1 nowhere."""
+    rows = new_rows(values, num_rows + 1, values.shape[places.dim() :], zero=True)
     rows[places] = values  # -1 is the last
     return rows[:num_rows]
 
@@ -249,39 +249,29 @@ class _Dispatch(GraphNode):
         return dx, None if dw is None else dw.to(ctx.dtype), None
 
 
-class _Gather(GraphNode):
+class _Take(GraphNode):
+    """Rows or router weights as experts see them, whose gradients are kept for dispatch's node."""
+
     @staticmethod
     def forward(
-        ctx: Any, carrier: torch.Tensor, gradients: RoundGradients, gather: Callable[[], Any], places: _Places | None
+        ctx: Any,
+        carrier: torch.Tensor,
+        gradients: RoundGradients,
+        take: Callable[[], tuple[torch.Tensor, ...]],
+        keep: Callable[[torch.Tensor], None],
+        places: _Places | None,
     ) -> Any:
-        ctx.gradients, ctx.carrier, ctx.places = gradients, torch.empty_like(carrier), places
-        tokens, overflow = gather()
-        ctx.mark_non_differentiable(overflow)
-        return tokens, overflow
+        ctx.gradients, ctx.keep, ctx.places = gradients, keep, places
+        ctx.carrier = torch.empty_like(carrier)
+        taken = take()
+        ctx.mark_non_differentiable(*taken[1:])
+        return taken
 
     @staticmethod
     @once
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.gradients.add_rows(grads[0] if ctx.places is None else put_rows(grads[0], *ctx.places))
-        return ctx.carrier, None, None, None
-
-
-class _Weights(GraphNode):
-    """Router weights as experts see them, each of the row of an expert."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, carrier: torch.Tensor, gradients: RoundGradients, weights: torch.Tensor, places: _Places
-    ) -> torch.Tensor:
-        ctx.gradients, ctx.carrier, ctx.places = gradients, torch.empty_like(carrier), places
-        return weights.clone()
-
-    @staticmethod
-    @once
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        places, num_rows = ctx.places
-        ctx.gradients.add_dots(put_rows(grads[0].flatten(), places.flatten(), num_rows))
-        return ctx.carrier, None, None, None
+        ctx.keep(grads[0] if ctx.places is None else put_rows(grads[0], *ctx.places))
+        return ctx.carrier, None, None, None, None
 
 
 class _Combine(GraphNode):
@@ -320,13 +310,13 @@ class Link:
 
     @classmethod
     def of(cls, x: torch.Tensor, topk_weights: torch.Tensor, gradients: RoundGradients) -> Link:
-        """That of a round whose dispatch is not in the graph yet; nor will it be where experts alone want gradients."""
+        """Puts a round's dispatch into the graph, which leaves it out where experts alone want gradients."""
         carrier: torch.Tensor = _Dispatch.apply(x, topk_weights, gradients)
         return cls(carrier.requires_grad_(), gradients)
 
     @property
     def wants(self) -> Wants:
-        """What of the round's input wants a gradient."""
+        """Says what of the round's input wants a gradient."""
         return self._gradients.plan.wants
 
     def lacks_gradient(self, tokens: torch.Tensor) -> bool:
@@ -336,21 +326,21 @@ class Link:
     def gather(
         self, gather: Callable[[], tuple[torch.Tensor, torch.Tensor]], places: _Places | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `gather` returns; the first of it has a gradient, if x wants one.
-
-        It is that of the rows at `places`, if they are given.
-        """
+        """Gathers rows, with the gradient of the rows at `places`, or of all, if x wants one."""
         if not (torch.is_grad_enabled() and self.wants.rows):
             return gather()
-        gathered: tuple[torch.Tensor, torch.Tensor] = _Gather.apply(self._carrier, self._gradients, gather, places)
+        gathered: tuple[torch.Tensor, torch.Tensor] = self._take(gather, self._gradients.add_rows, places)
         return gathered
 
     def weights(self, weights: torch.Tensor, places: _Places) -> torch.Tensor:
-        """The same of weights of any shape, float32, if topk_weights wants a gradient; places has their shape."""
+        """Weights of any shape, float32, with a gradient, if topk_weights wants one; places has their shape."""
         if not (torch.is_grad_enabled() and self.wants.weights):
             return weights
-        linked: torch.Tensor = _Weights.apply(self._carrier, self._gradients, weights, places)
+        linked: torch.Tensor = self._take(lambda: (weights.clone(),), self._gradients.add_dots, places)[0]
         return linked
+
+    def _take(self, take: Callable[[], Any], keep: Callable[[torch.Tensor], None], places: _Places | None) -> Any:
+        return _Take.apply(self._carrier, self._gradients, take, keep, places)
 
     def combine(
         self,
@@ -358,6 +348,6 @@ class Link:
         combine: Callable[[torch.Tensor], torch.Tensor],
         places: _Places | None = None,
     ) -> torch.Tensor:
-        """What `combine` makes of expert_out, with a gradient; of rows that were weighted, if `places` are given."""
+        """Combines expert_out, with a gradient; `places`: of rows that were weighted."""
         combined: torch.Tensor = _Combine.apply(expert_out, self._carrier, self._gradients, combine, places)
         return combined

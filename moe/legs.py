@@ -101,7 +101,7 @@ class StartedCombine(Started):
     def _send(
         self, rows: torch.Tensor, d: Dispatched, out: torch.Tensor | None, weighted: bool, whole: bool
     ) -> torch.Tensor:
-        """The same, of arguments that were checked. Returns what is full at the end."""
+        """Sends checked rows. Returns the output, filled once the leg ends."""
         rounds, config = self._rounds, self._rounds.config
         if rows.requires_grad:
             rows = rows.detach()

@@ -25,13 +25,12 @@ from thinwire.comm.tensors import is_transforming, require_dense
 from thinwire.compiler import compiled_as, opaque
 from thinwire.errors import LaneError, RoutingError, ThinwireError
 from thinwire.moe import compiled_round
-from thinwire.moe.assembly import Assembly
+from thinwire.moe.assembly import Assembly, ends_with, shared
 from thinwire.moe.config import ParallelConfig
 from thinwire.moe.dispatched import Dispatched, ExpertRows
 from thinwire.moe.gradients import MOST_LAYERS, Wants
 from thinwire.moe.legs import Started, StartedCombine, StartedDispatch, Tokens
 from thinwire.moe.round_transport import CLOSED, OVERTAKEN, Rounds, refusal_of
-from thinwire.moe.shared import ends_with, shared
 from thinwire.wire import WireFormat
 
 _MOST_GENERATIONS = 1 << 31
@@ -125,6 +124,7 @@ class ExpertParallel:
             timeout=timeout, dtype=dtype, expert_map=expert_map, comm=comm,
         )  # fmt: skip
         self.num_experts, self.top_k, self.hidden_size = config.num_experts, config.top_k, config.hidden_size
+        self.max_tokens = config.max_tokens
         self.wire, self.combine_wire, self.grad_wire = config.wire, config.combine_wire, config.grad_wire
         self.lanes, self.align, self.invariant, self.num_programs, self.dtype = (
             config.lanes, config.align, config.invariant, config.num_programs, config.dtype,
@@ -219,15 +219,6 @@ class ExpertParallel:
         self, tokens: Tokens, lane: int, layer: int, whole: bool, wants: Wants | None = None
     ) -> StartedDispatch:
         """`dispatch_start`, or if `whole` all of `dispatch`. `wants` is for compiled code, whose tensors do not say."""
-        wants = self._accept(tokens, lane, layer, wants)
-        started = StartedDispatch(self._settle(lane), lane, wants)
-        started.begin(tokens, layer, whole)
-        if whole:
-            self._open(started, started.d)
-        return started
-
-    def _accept(self, tokens: Tokens, lane: int, layer: int, wants: Wants | None) -> Wants:
-        """What `dispatch` refuses before anything is sent, and tells the peers of. Gives what wants a gradient."""
         self._require_not_closed()
         self._require_lane(lane)
         if type(layer) is not int or not 0 <= layer < MOST_LAYERS:
@@ -237,10 +228,15 @@ class ExpertParallel:
                 require_dense(name, tensor)
         try:
             self._assembly.rounds.check_tokens(*tokens)
-            return Wants.of(tokens[0], tokens[2]) if wants is None else wants
+            wants = Wants.of(tokens[0], tokens[2]) if wants is None else wants
         except ThinwireError as error:
             self.refuse(error, lane=lane)
             raise
+        started = StartedDispatch(self._settle(lane), lane, wants)
+        started.begin(tokens, layer, whole)
+        if whole:
+            self._open(started, started.d)
+        return started
 
     def _open(self, started: StartedDispatch, d: Dispatched) -> Dispatched:
         if started.gradients is not None:
@@ -359,11 +355,6 @@ class ExpertParallel:
         """A number for one more layer of a model, for `dispatch`; the same on all ranks that make as many layers."""
         self._num_layers += 1
         return self._num_layers % MOST_LAYERS
-
-    @property
-    def max_tokens(self) -> int:
-        """The most tokens that a rank may dispatch at once."""
-        return self._assembly.config.max_tokens
 
     @property
     def memory_bytes(self) -> int:

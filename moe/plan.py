@@ -79,14 +79,14 @@ class SendPlan:
         return cls(tokens, wanted.sum(0).tolist(), record_index)
 
     def without(self, rank: int) -> SendPlan:
-        """The same but for the records that a rank keeps; `record_index` is that of the plan with them."""
+        """Leaves out the records for a rank, such as those it keeps; `record_index` counts them still."""
         first = sum(self.counts[:rank])
         tokens = torch.cat([self.tokens[:first], self.tokens[first + self.counts[rank] :]])
         return replace(self, tokens=tokens, counts=[*self.counts[:rank], 0, *self.counts[rank + 1 :]])
 
     @classmethod
     def of_experts(cls, topk_ids: torch.Tensor, num_experts: int, world_size: int) -> SendPlan:
-        """The same as if a token had a record for each of its experts, which are different ones, in ascending id."""
+        """The plan where a token has a record for each of its experts, which are different ones, in ascending id."""
         owner = owners(topk_ids, num_experts, world_size).sort(dim=1).values
         there = owner < world_size
         order = owner[there].argsort(stable=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from collections.abc import Mapping
@@ -15,10 +14,9 @@ from safetensors import SafetensorError
 from thinwire.comm.tensors import is_int
 from thinwire.errors import ArgumentError, CheckpointError
 from thinwire.fields import Fields, Refused, parse_json, read_bytes, shown
-from thinwire.moe.checkpoint import DTYPES, open_file, places_in, write_rows
+from thinwire.moe.checkpoint import DTYPES, open_file, places_in, write_rows, write_together
 from thinwire.moe.layer import MoELayer
 from thinwire.moe.pretrained_families import LayerPlan, Piece, plan_layer
-from thinwire.moe.together import agree_on_path, together, unfinished_folder
 
 if TYPE_CHECKING:
     from thinwire.comm.communicator import Communicator
@@ -110,39 +108,29 @@ def save_moe_layers(
         ArgumentError: ``layers`` is empty or of several groups, or a key is no number of a layer.
         OSError: what the system says of writing.
     """
-    comm, is_first = _group(layers)
-    place = agree_on_path(comm, target)
-    with contextlib.ExitStack() as stack:
+    comm = _group_of(layers)
+    is_first = comm is None or comm.rank == 0
 
-        def copy() -> str:
-            if os.path.lexists(place):
-                raise CheckpointError(f"{target} is there already, expected the name of a folder to make")
-            unfinished = Path(stack.enter_context(unfinished_folder(place))) / "checkpoint"
-            checkpoint = _Folder(source)
-            for number, layer in layers.items():
-                _check_fits(checkpoint, _checked_plan(checkpoint, number)[0], number, layer)
-            checkpoint.copy_to(unfinished)
-            return str(unfinished.resolve())
+    def copy(unfinished: Path) -> None:
+        if os.path.lexists(target):
+            raise CheckpointError(f"{target} is there already, expected the name of a folder to make")
+        checkpoint = _Folder(source)
+        for number, layer in layers.items():
+            _fitting_plan(checkpoint, number, layer)
+        checkpoint.copy_to(unfinished)
 
-        unfinished = together(comm, "copy the checkpoint", copy if is_first else lambda: "")
+    def overwrite(unfinished: str) -> None:
+        checkpoint = _Folder(unfinished)
+        for number, layer in layers.items():
+            for piece in _fitting_plan(checkpoint, number, layer).pieces(layer.local_experts):
+                if piece.expert is not None or is_first:
+                    shape = piece.shape if piece.row is None else piece.shape[1:]
+                    stored = torch.empty(shape, dtype=DTYPES[_dtype_of(checkpoint, piece)], device="cpu")
+                    for value, view in _slots(piece, layer, stored):
+                        view.copy_(value)
+                    checkpoint.overwrite(piece.name, stored, piece.row)
 
-        def overwrite() -> str:
-            checkpoint = _Folder(unfinished)
-            for number, layer in layers.items():
-                plan, *_ = _checked_plan(checkpoint, number)
-                _check_fits(checkpoint, plan, number, layer)
-                for piece in plan.pieces(layer.local_experts):
-                    if piece.expert is not None or is_first:
-                        _write(checkpoint, piece, layer)
-            return ""
-
-        together(comm, "write its experts", overwrite)
-
-        def finish() -> str:
-            os.rename(unfinished, place)
-            return ""
-
-        together(comm, "give the checkpoint its name", finish if is_first else lambda: "")
+    write_together(comm, target, "checkpoint", copy, overwrite)
 
 
 class _Folder:
@@ -244,20 +232,7 @@ def _checked_plan(folder: _Folder, layer: int) -> tuple[LayerPlan, Piece, str]:
 
 def _empty_layer(plan: LayerPlan, ep: ExpertParallel | None, dtype: torch.dtype | None) -> MoELayer:
     """On meta: no memory is taken, and no random number, before everything is known to fit."""
-    return MoELayer(
-        plan.hidden_size,
-        plan.ff_size,
-        plan.num_experts,
-        plan.top_k,
-        activation=plan.activation,
-        gated=True,
-        expert_bias=plan.expert_bias,
-        shared_ff_size=plan.shared_ff_size,
-        router_config=plan.router_config,
-        ep=ep,
-        dtype=dtype,
-        device="meta",
-    )
+    return MoELayer(**plan.arguments, gated=True, ep=ep, dtype=dtype, device="meta")
 
 
 def _dtype_of(folder: _Folder, piece: Piece) -> str:
@@ -283,15 +258,9 @@ def _slots(piece: Piece, layer: MoELayer, stored: torch.Tensor) -> list[tuple[to
     return pairs
 
 
-def _write(folder: _Folder, piece: Piece, layer: MoELayer) -> None:
-    shape = piece.shape if piece.row is None else piece.shape[1:]
-    stored = torch.empty(shape, dtype=DTYPES[_dtype_of(folder, piece)], device="cpu")
-    for value, view in _slots(piece, layer, stored):
-        view.copy_(value)
-    folder.overwrite(piece.name, stored, piece.row)
-
-
-def _check_fits(folder: _Folder, plan: LayerPlan, number: int, layer: MoELayer) -> None:
+def _fitting_plan(folder: _Folder, number: int, layer: MoELayer) -> LayerPlan:
+    """The plan of a layer of the folder. Raises CheckpointError where this layer has other sizes or settings."""
+    plan, *_ = _checked_plan(folder, number)
     fitting = _empty_layer(plan, layer.ep, None)
     expected, found = (
         {name: tuple(tensor.shape) for name, tensor in each.state_dict().items()}
@@ -302,10 +271,11 @@ def _check_fits(folder: _Folder, plan: LayerPlan, number: int, layer: MoELayer) 
     if different:
         told = "; ".join(f"{name} {found.get(name)}, expected {expected.get(name)}" for name in different[:3])
         raise CheckpointError(f"layer {number} does not fit {folder.path}: it has {told}")
+    return plan
 
 
-def _group(layers: Mapping[int, MoELayer]) -> tuple[Communicator | None, bool]:
-    """The communicator that the layers are sharded over, if they are, and whether this rank is its first."""
+def _group_of(layers: Mapping[int, MoELayer]) -> Communicator | None:
+    """The communicator that the layers are sharded over, if they are."""
     if not isinstance(layers, Mapping) or not layers or not all(isinstance(x, MoELayer) for x in layers.values()):
         raise ArgumentError(f"layers is {repr(layers)[:200]}, expected a dict of at least one MoELayer by number")
     for number in layers:
@@ -313,5 +283,4 @@ def _group(layers: Mapping[int, MoELayer]) -> tuple[Communicator | None, bool]:
     comms = {id(comm): comm for comm in (None if layer.ep is None else layer.ep.comm for layer in layers.values())}
     if len(comms) != 1:
         raise ArgumentError("layers is sharded over different groups, expected all whole or all of one group")
-    (comm,) = comms.values()
-    return comm, comm is None or comm.rank == 0
+    return next(iter(comms.values()))

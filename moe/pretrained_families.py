@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,7 +35,7 @@ class Slot(NamedTuple):
     """
 
     parameter: str
-    view: _View
+    view: _View = lambda stored: stored
 
 
 class Piece(NamedTuple):
@@ -54,10 +54,6 @@ class Piece(NamedTuple):
     row: int | None
     expert: int | None
     slots: tuple[Slot, ...]
-
-
-def _whole(stored: torch.Tensor) -> torch.Tensor:
-    return stored
 
 
 #: Of one expert: the end of the name, the shape in units of h(idden) and f(f), and where it goes in GroupedExperts.
@@ -114,8 +110,8 @@ _GPT_OSS = Layout(
     (
         ("gate_up_proj", "h2", _both("w", lambda x: x[..., ::2], lambda x: x[..., 1::2])),
         ("gate_up_proj_bias", "2", _both("b", lambda x: x[..., ::2], lambda x: x[..., 1::2])),
-        ("down_proj", "fh", (Slot("w_out", _whole),)),
-        ("down_proj_bias", "h", (Slot("b_out", _whole),)),
+        ("down_proj", "fh", (Slot("w_out"),)),
+        ("down_proj_bias", "h", (Slot("b_out"),)),
     ),
 )
 
@@ -170,45 +166,36 @@ FAMILIES = {
 
 
 class LayerPlan(NamedTuple):
-    """A layer of a checkpoint: its sizes, and where its values are.
+    """A layer of a checkpoint: where its values are, and what the layer is.
 
     Attributes:
         prefix: of its tensors' names, `model.layers.3.`.
-        hidden_size, ff_size, num_experts, top_k, shared_ff_size, activation, router_config: as for `MoELayer`.
+        arguments: of `MoELayer`.
     """
 
     prefix: str
     family: Family
     layout: Layout
-    hidden_size: int
-    ff_size: int
-    num_experts: int
-    top_k: int
-    shared_ff_size: int
-    activation: str | ClampedSwiGLU
-    router_config: RouterConfig
-
-    @property
-    def expert_bias(self) -> bool:
-        return any(slot.parameter == "b_in" for _, _, slots in self.layout.matrices for slot in slots)
+    arguments: dict[str, Any]
 
     def pieces(self, experts: Iterable[int]) -> Iterator[Piece]:
         """All tensors of no expert, then those of these experts, each expert's as far as they are its own."""
         block = f"{self.prefix}{self.layout.block}."
         router = f"{block}{self.family.router_name}."
-        tensors = [(f"{router}weight", "eh", Slot("router.weight", _whole))]
-        if self.router_config.bias:
-            tensors.append((f"{router}bias", "e", Slot("router.bias", _whole)))
-        if self.router_config.correction_bias:
-            tensors.append((f"{router}e_score_correction_bias", "e", Slot("correction_bias", _whole)))
+        tensors = [(f"{router}weight", "eh", Slot("router.weight"))]
+        config, shared = self.arguments["router_config"], self.arguments["shared_ff_size"]
+        if config.bias:
+            tensors.append((f"{router}bias", "e", Slot("router.bias")))
+        if config.correction_bias:
+            tensors.append((f"{router}e_score_correction_bias", "e", Slot("correction_bias")))
         for name, shape, slot in tensors:
             yield Piece(name, self._shape(shape), None, None, (slot,))
-        if self.shared_ff_size:
+        if shared:
             for name, shape, slots in _PROJECTIONS:
-                named = tuple(_within("shared", slot, lambda tensor: tensor[None]) for slot in slots)
-                yield Piece(f"{block}shared_experts.{name}", self._shape(shape, self.shared_ff_size), None, None, named)
+                named = tuple(Slot(f"shared.{parameter}", _as_only(view)) for parameter, view in slots)
+                yield Piece(f"{block}shared_experts.{name}", self._shape(shape, shared), None, None, named)
         for name, shape, slots in self.layout.matrices:
-            named = tuple(_within("experts", slot) for slot in slots)
+            named = tuple(Slot(f"experts.{parameter}", view) for parameter, view in slots)
             for expert in experts:
                 if self.layout.stacked:
                     yield Piece(f"{block}experts.{name}", self._shape("e" + shape), expert, expert, named)
@@ -216,13 +203,15 @@ class LayerPlan(NamedTuple):
                     yield Piece(f"{block}experts.{expert}.{name}", self._shape(shape), None, expert, named)
 
     def _shape(self, units: str, ff_size: int | None = None) -> tuple[int, ...]:
-        ff_size = self.ff_size if ff_size is None else ff_size
-        sizes = {"e": self.num_experts, "h": self.hidden_size, "f": ff_size, "2": 2 * ff_size}
+        known = self.arguments
+        ff_size = known["ff_size"] if ff_size is None else ff_size
+        sizes = {"e": known["num_experts"], "h": known["hidden_size"], "f": ff_size, "2": 2 * ff_size}
         return tuple(sizes[unit] for unit in units)
 
 
-def _within(module: str, slot: Slot, around: _View = _whole) -> Slot:
-    return Slot(f"{module}.{slot.parameter}", lambda stored: around(slot.view(stored)))
+def _as_only(view: _View) -> _View:
+    """As the only one of stacked experts."""
+    return lambda stored: view(stored)[None]
 
 
 def plan_layer(folder: Path, settings: Fields, names: Iterable[str], layer: int) -> LayerPlan:
@@ -264,16 +253,18 @@ def plan_layer(folder: Path, settings: Fields, names: Iterable[str], layer: int)
         raise
     except ValueError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
-    plan = LayerPlan(
-        prefix, family, layouts[0], settings.get("hidden_size", _size), ff_size, num_experts, top_k, shared * ff_size,
-        activation, router_config,
-    )  # fmt: skip
+    arguments = {
+        "hidden_size": settings.get("hidden_size", _size), "ff_size": ff_size, "num_experts": num_experts,
+        "top_k": top_k, "activation": activation, "expert_bias": layouts[0] is _GPT_OSS,
+        "shared_ff_size": shared * ff_size, "router_config": router_config,
+    }  # fmt: skip
+    plan = LayerPlan(prefix, family, layouts[0], arguments)
     _check_names(folder, plan, names)
     return plan
 
 
 def _names_of(folder: Path, family: Family, held: Iterable[str], layer: int) -> tuple[str, set[str]]:
-    """What all tensors of a layer begin with, and those of its mixture-of-experts block."""
+    """Finds the prefix of a layer's tensors, and the names in its mixture-of-experts block."""
     blocks = tuple({f"{layout.block}." for layout in family.layouts})
     for prefix in (f"model.layers.{layer}.", f"layers.{layer}."):  # the second without a language model's head
         starts = tuple(prefix + block for block in blocks)
@@ -289,16 +280,16 @@ _EXPERTS = re.compile(r"(?:model\.)?layers\.([0-9]{1,6})\.(?:mlp|block_sparse_mo
 
 
 def _check_names(folder: Path, plan: LayerPlan, names: set[str]) -> None:
-    """What the layer has must be what it should have: a tensor more, such as scales, means something, too."""
-    known = set()
+    """Refuses a layer that lacks a tensor, or has one more: scales, say, would mean something."""
+    known, num_experts = set(), plan.arguments["num_experts"]
     # config.json may speak of any number of experts. The size of a stacked tensor is compared when it is read.
-    for piece in plan.pieces(range(1 if plan.layout.stacked else plan.num_experts)):
+    for piece in plan.pieces(range(1 if plan.layout.stacked else num_experts)):
         if piece.name not in names:
-            raise CheckpointError(f"{folder} lacks {piece.name}, of {plan.num_experts} experts by config.json")
+            raise CheckpointError(f"{folder} lacks {piece.name}, of {num_experts} experts by config.json")
         known.add(piece.name)
     if unknown := names - known:
         raise CheckpointError(
-            f"{folder} has {_few(unknown)}, which a layer of {plan.num_experts} experts does not have here"
+            f"{folder} has {_few(unknown)}, which a layer of {num_experts} experts does not have here"
         )
 
 

@@ -1,4 +1,4 @@
-"""What arrived in a round, as tensors: records, and the rows of experts that are made of them."""
+"""What arrived in a round, as tensors: records, in int8 as they lie, and the rows of experts made of them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 
 from thinwire.comm.resources import available_bytes
 from thinwire.comm.tensors import is_int
-from thinwire.errors import CapacityError
+from thinwire.errors import CapacityError, WireFormatError
+from thinwire.fused.codec import int8_parts
 from thinwire.fused.counts import new_rows
 from thinwire.moe.gradients import put_rows
+from thinwire.wire import WireFormat
 
 _MUCH = 1 << 28  # bytes, below which nobody asks what is free
 
@@ -40,6 +42,58 @@ class Records(NamedTuple):
     weights: torch.Tensor
     source: torch.Tensor
     overflow: torch.Tensor
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """Received records of int8, in place. Element k of record r is ``payload[r, k] * scales[r, k // group]``.
+
+    Where the format has ``+h64``, that is an element of the rotated row, divided by 64. Only records that `index` names
+    came in this round; what others hold is of no meaning.
+
+    Attributes:
+        payload: int8 [records, hidden], a view of `records`; whole blocks of 64 columns of a rotated format.
+        scales: float32 [records, scales of a row]; with int8:row a view, else widened from bfloat16.
+        group: columns that share a scale; the row's length with int8:row.
+        index: int64, the record of each row of the experts' input, -1 where it is padding: the round's own.
+        records: uint8 [records, row_bytes], payload and scales: the round's `rows`.
+        wire: their format.
+    """
+
+    payload: torch.Tensor
+    scales: torch.Tensor
+    group: int
+    index: torch.Tensor
+    records: torch.Tensor
+    wire: WireFormat
+
+    @classmethod
+    def of(cls, records: torch.Tensor, index: torch.Tensor, wire: WireFormat, hidden: int) -> QuantizedRows:
+        """Of records of `hidden` elements.
+
+        Raises:
+            WireFormatError: they are not int8.
+
+        >>> from thinwire.fused.codec import quantize
+        >>> rows = quantize(torch.ones(1, 256), "int8")
+        >>> q = QuantizedRows.of(rows.records, torch.zeros(1, dtype=torch.int64), rows.wire, 256)
+        >>> q.payload[0, :2].tolist(), q.scales.shape
+        ([127, 127], torch.Size([1, 2]))
+        """
+        if wire.name != "int8":
+            raise WireFormatError(
+                f"rows that arrived in {str(wire)!r} are no int8 rows; accepted: int8, int8:N, int8:row, also "
+                "+h64. d.tokens and d.gather give rows of every wire format"
+            )
+        payload, scales = int8_parts(records, wire, hidden)
+        return cls(
+            payload=payload,
+            scales=scales.float(),
+            group=wire.group or wire.columns(hidden),
+            index=index,
+            records=records,
+            wire=wire,
+        )
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.errors import ArgumentError, CheckpointError
+from thinwire.moe.distributed import experts_with_groups, held_by, require_kind, without_held
 from thinwire.moe.layer import MoELayer
-from thinwire.moe.local_experts import LocalExperts
-from thinwire.moe.places import held_by, require_kind, without_held
 
 _FLAT = states.StateDictOptions(flatten_optimizer_state_dict=True)
 _WEIGHTS, _STATES, _SETTINGS = "model.", "optimizer.state.", "optimizer.param_groups."
@@ -64,13 +63,11 @@ class TrainingState(Stateful):
         parameters = [id(each) for optimizer in optimizers for each in _parameters_of(optimizer)]
         if len(parameters) > len(set(parameters)):
             raise ArgumentError("two of the optimizers have the same parameter; expected each in one of them")
-        for module in inner.modules():
-            ep = module.ep if isinstance(module, MoELayer | LocalExperts) else None
-            if ep is not None and ep.comm.backend == "threads" and ep.comm.size > 1:
-                raise ArgumentError(
-                    "ranks that are threads have no process group, which torch.distributed.checkpoint needs; expected "
-                    "processes"
-                )
+        if any(comm.backend == "threads" and comm.size > 1 for _, comm in experts_with_groups(inner)):
+            raise ArgumentError(
+                "ranks that are threads have no process group, which torch.distributed.checkpoint needs; expected "
+                "processes"
+            )
         self._model: nn.Module = inner
         self._optimizers = optimizers
 
@@ -111,17 +108,16 @@ class TrainingState(Stateful):
                     own.copy_(state_dict[name])
                 else:
                     taken[key] = state_dict[name]
-        parts: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
-        for key, value in taken.items():
-            part, _, name = key.partition(".")
-            parts[part][name] = value
-        states.set_model_state_dict(self._model, parts["model"])
+        weights, others = (
+            {key.removeprefix(part): value for key, value in taken.items() if key.startswith(part)}
+            for part in ("model.", "optimizer.")
+        )
+        states.set_model_state_dict(self._model, weights)
         if self._optimizers:
-            others = parts["optimizer"]
             states.set_optimizer_state_dict(self._model, self._optimizers, others, options=_FLAT)
 
     def _whole(self) -> dict[str, Any]:
-        """All of it as torch has it, experts stacked."""
+        """Reads model and optimisers as torch has them, experts stacked."""
         known = {id(parameter) for parameter in self._model.parameters()}
         for optimizer in self._optimizers:
             for parameter in _parameters_of(optimizer):
@@ -188,13 +184,12 @@ class TrainingState(Stateful):
                         )
                     if not isinstance(each, DTensor):
                         owned[id(each)] = held, experts
-        found = {}
-        for name, tensor in self._model.state_dict(keep_vars=True).items():
-            if id(tensor) in owned:
-                held, experts = owned[id(tensor)]
-                name = name.replace("_orig_mod.", "")  # of torch.compile, which torch's names are without
-                found[name] = (without_held(held, name), experts)
-        return found
+        names = {
+            name.replace("_orig_mod.", ""): owned[id(tensor)]  # of torch.compile, which torch's names are without
+            for name, tensor in self._model.state_dict(keep_vars=True).items()
+            if id(tensor) in owned
+        }
+        return {name: (without_held(held, name), experts) for name, (held, experts) in names.items()}
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

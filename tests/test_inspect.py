@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from thinwire.errors import ThinwireError
-from thinwire.files import MOST_BYTES
+from thinwire.fields import LONGEST_FILE
 from thinwire.flight import FORMAT, VERSION, Flight, parse_flight, read_flight
 from thinwire.tools.cli import main
 from thinwire.tools.commands.inspect import report
@@ -112,7 +112,7 @@ def test_a_field_of_an_operation_that_is_not_what_it_should_be_is_named(field: s
 
 @pytest.mark.parametrize(
     "text",
-    [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b"9" * 5000, b'{"a": NaN}', b" " * (MOST_BYTES + 1)],
+    [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b"9" * 5000, b'{"a": NaN}', b" " * (LONGEST_FILE + 1)],
     ids=lambda text: str(text[:8]),
 )
 def test_what_is_no_such_file_is_refused(text: bytes) -> None:

@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from thinwire.fused.redistribute import redistribute as redistribute
     from thinwire.moe.checkpoint import load_checkpoint as load_checkpoint
     from thinwire.moe.checkpoint import save_checkpoint as save_checkpoint
-    from thinwire.moe.clipping import clip_grad_norm_ as clip_grad_norm_
     from thinwire.moe.dispatched import Dispatched as Dispatched
+    from thinwire.moe.distributed import clip_grad_norm_ as clip_grad_norm_
     from thinwire.moe.distributed import distributed as distributed
+    from thinwire.moe.distributed import expert_parameter_names as expert_parameter_names
     from thinwire.moe.experts import GroupedExperts as GroupedExperts
     from thinwire.moe.int8_experts import Int8Experts as Int8Experts
+    from thinwire.moe.layer import LocalExperts as LocalExperts
     from thinwire.moe.layer import MoELayer as MoELayer
-    from thinwire.moe.local_experts import LocalExperts as LocalExperts
     from thinwire.moe.memory import plan_memory as plan_memory
     from thinwire.moe.parallel import ExpertParallel as ExpertParallel
-    from thinwire.moe.places import expert_parameter_names as expert_parameter_names
     from thinwire.moe.pretrained import load_moe_layer as load_moe_layer
     from thinwire.moe.pretrained import save_moe_layers as save_moe_layers
     from thinwire.moe.training_state import TrainingState as TrainingState
@@ -60,16 +60,13 @@ _MODULES = {
     "fused.ops": "all_gather all_gather_v all_reduce reduce_scatter",
     "fused.redistribute": "redistribute",
     "moe.checkpoint": "load_checkpoint save_checkpoint",
-    "moe.clipping": "clip_grad_norm_",
     "moe.dispatched": "Dispatched",
-    "moe.distributed": "distributed",
+    "moe.distributed": "clip_grad_norm_ distributed expert_parameter_names",
     "moe.experts": "GroupedExperts",
     "moe.int8_experts": "Int8Experts",
-    "moe.layer": "MoELayer",
-    "moe.local_experts": "LocalExperts",
+    "moe.layer": "LocalExperts MoELayer",
     "moe.memory": "plan_memory",
     "moe.parallel": "ExpertParallel",
-    "moe.places": "expert_parameter_names",
     "moe.pretrained": "load_moe_layer save_moe_layers",
     "moe.training_state": "TrainingState",
     "wire": "WireFormat",

@@ -6,8 +6,10 @@ object with one each, and names the place of what is refused. A message has a sh
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,10 +17,10 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar
 
 from thinwire.errors import ThinwireError
-from thinwire.files import read_regular
 
 #: Characters of a text in a file; bytes of one rank's message; characters of an error that peers are told.
 LONGEST_TEXT, MOST_BYTES, MOST_TEXT = 400, 1 << 20, 10_000
+LONGEST_FILE = 64 << 20  # bytes of a file that is read whole
 
 _T = TypeVar("_T")
 Check = Callable[[Any], _T]
@@ -26,10 +28,14 @@ _NEEDED: Any = object()
 
 
 def read_bytes(path: str | Path, error: type[ThinwireError] = ThinwireError) -> tuple[bytes, str]:
-    """What a regular file holds, of no more than `files.MOST_BYTES`, and its name in ASCII, which errors begin with."""
+    """What a regular file holds, of no more than LONGEST_FILE, and its name in ASCII, which errors begin with."""
     source = ascii(str(path))[1:-1]
     try:
-        return read_regular(path), source
+        if os.path.exists(path) and not os.path.isfile(path):  # such as a pipe
+            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+        if os.path.getsize(path) > LONGEST_FILE:
+            raise OSError(errno.EFBIG, f"longer than {LONGEST_FILE} bytes, the most that is read", os.fspath(path))
+        return Path(path).read_bytes(), source
     except (OSError, ValueError) as why:
         raise error(f"{source}: cannot be read: {why}") from None
 

@@ -1,26 +1,9 @@
-"""Files that somebody else may have put there: read where they are regular ones of a size, written where no link is."""
+"""Files in folders where somebody else may have put a link: it is not followed."""
 
 from __future__ import annotations
 
 import errno
 import os
-
-#: Bytes of a file that is read whole.
-MOST_BYTES = 64 << 20
-
-
-def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """What a regular file holds.
-
-    Raises:
-        OSError: also where that is more than MOST_BYTES, or it is something else, such as a pipe.
-    """
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-    if os.path.getsize(path) > MOST_BYTES:
-        raise OSError(errno.EFBIG, f"longer than {MOST_BYTES} bytes, the most that is read", os.fspath(path))
-    with open(path, "rb") as file:
-        return file.read()
 
 
 def open_to_write(path: str | os.PathLike[str], flags: int = 0) -> int:
@@ -44,7 +27,7 @@ def write_file(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
-    """As `write_file`, by way of a file beside it: a process that is killed leaves old content or new, whole."""
+    """Writes a file by way of one beside it: a process that is killed leaves old content or new, whole."""
     beside = f"{os.fspath(path)}.part"
     write_file(beside, content)
     os.replace(beside, path)

@@ -15,7 +15,7 @@ import torch
 from thinwire.comm import RankTable, discover
 from thinwire.comm.launch import bootstrap
 from thinwire.errors import RankTableError, ThinwireError
-from thinwire.files import MOST_BYTES
+from thinwire.fields import LONGEST_FILE
 from thinwire.testing import run_ranks
 
 
@@ -199,8 +199,8 @@ def test_files_are_read_and_named_when_they_cannot_be(tmp_path):
     with pytest.raises(RankTableError, match=r"missing.json: cannot be read: .*No such file"):
         RankTable.load(tmp_path / "missing.json")
     with path.open("wb") as file:
-        file.truncate(MOST_BYTES + 1)
-    with pytest.raises(RankTableError, match=f"hccl.json: cannot be read: .*longer than {MOST_BYTES} bytes"):
+        file.truncate(LONGEST_FILE + 1)
+    with pytest.raises(RankTableError, match=f"hccl.json: cannot be read: .*longer than {LONGEST_FILE} bytes"):
         RankTable.load(path)
 
 

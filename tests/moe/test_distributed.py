@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from tests.helpers.speeds import exhaustive_but
 from thinwire.errors import ArgumentError
-from thinwire.moe.places import whole
+from thinwire.moe.distributed import whole
 from thinwire.testing import run_ranks
 
 BATCH, WORDS, HIDDEN, EXPERTS, TOP_K = 24, 16, 8, 4, 2

@@ -25,7 +25,7 @@ pytest.importorskip("numba", reason="CPU ranks need numba")
 import thinwire as tw
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import ArgumentError, CheckpointError, ConfigMismatch, RoutingError
-from thinwire.moe.places import whole
+from thinwire.moe.distributed import whole
 from thinwire.testing import RankError, run_ranks
 
 HIDDEN, EXPERTS, TOP_K, TOKENS = 32, 5, 2, 24

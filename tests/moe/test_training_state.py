@@ -19,7 +19,7 @@ import thinwire as tw
 from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.errors import ArgumentError, CheckpointError
-from thinwire.moe.places import whole
+from thinwire.moe.distributed import whole
 from thinwire.testing import run_ranks
 
 HIDDEN, EXPERTS, TOP_K, TOKENS = 16, 5, 2, 24
