@@ -55,7 +55,9 @@ class StagedRounds(Rounds):
         def pack(tokens: torch.Tensor, records: torch.Tensor) -> None:
             config.dispatch_backend.pack_rows(x, config.wire, tokens, records)
 
-        exchange, recv_counts = self.post_tokens(sends, ids, weights, x.dtype, tag, pack)
+        phase("exchange counts")
+        recv_counts = self.exchange_counts(sends.counts, x.dtype, tag)
+        exchange = self.post_tokens(sends, recv_counts, ids, weights, x.dtype, pack)
 
         def end() -> Dispatched:
             arrived = self.read_tokens(exchange.wait(), x.dtype)
@@ -73,21 +75,20 @@ class StagedRounds(Rounds):
     def post_tokens(
         self,
         sends: SendPlan,
+        recv_counts: list[int],
         ids: torch.Tensor,
         weights: torch.Tensor,
         dtype: torch.dtype,
-        tag: int,
         pack: Callable[[torch.Tensor, torch.Tensor], None],
-    ) -> tuple[StagedExchange, list[int]]:
-        """Exchanges counts, and posts a message for each record of a plan. Gives what is under way, and peers' counts.
+    ) -> StagedExchange:
+        """Posts a message for each record of a plan.
 
         Args:
+            recv_counts: records that come from each rank, by `exchange_counts`.
             ids, weights: merged, of all tokens.
-            dtype, tag: of the round, which all ranks must have in common.
             pack: `pack(tokens, records)` fills uint8 [n, row_bytes] with the records of tokens, int64 [n].
         """
-        self.config.comm.recorder.phase("exchange counts")
-        counts, slots = self.exchange_counts(sends.counts, dtype, tag), dense_segments(sends.counts)
+        slots = dense_segments(sends.counts)
 
         def fill(start: int, stop: int, messages: torch.Tensor) -> None:
             tokens, parts = sends.tokens[slots.row_index(start, stop, ids.device)], self._parts(messages, dtype)
@@ -98,7 +99,7 @@ class StagedRounds(Rounds):
             parts.rest.zero_()
 
         label, size = f"dispatch {self.config.wire!r} {dtype}", self.config.message_bytes(dtype)
-        return StagedExchange.post(self.config.comm, sends.counts, counts, size, fill, label), counts
+        return StagedExchange.post(self.config.comm, sends.counts, recv_counts, size, fill, label)
 
     def read_tokens(self, messages: torch.Tensor, dtype: torch.dtype) -> Messages:
         """What messages that came hold, with the weights as floats."""

@@ -78,7 +78,7 @@ class TwoLevelRounds(PulledRounds):
         self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
     ) -> Callable[[], Dispatched]:
         """Posts what other hosts need. The wait puts what comes from there beside this rank's own tokens."""
-        held = self._begin_leg(lane)
+        self._begin_leg(lane)
         config, rank, size, phase = self.config, self.config.comm.rank, self.size, self.config.comm.recorder.phase
         self.passages.pop(lane, None)
         self.rounds_begun[lane] += 1
@@ -86,6 +86,10 @@ class TwoLevelRounds(PulledRounds):
         ids, weights = merge_repeated_experts(topk_ids, topk_weights)
         targets = self._targets[owners(ids, config.num_experts, size)]
         home = SendPlan.towards(targets, size)
+        sends = home.without(rank)
+        phase("exchange counts")
+        counts = self._outer.exchange_counts(sends.counts, x.dtype, tag % (MOST_LAYERS * MOST_WANTS))
+        held = self._hold()
         phase("quantise and store")
         own = self.lanes[lane].part()
         records = own["records"][: len(x), : config.wire.row_bytes(config.hidden_size, x.dtype)]
@@ -97,8 +101,7 @@ class TwoLevelRounds(PulledRounds):
         def pack(tokens: torch.Tensor, out: torch.Tensor) -> None:
             out.copy_(records[tokens])
 
-        kind = tag % (MOST_LAYERS * MOST_WANTS)
-        exchange, counts = self._outer.post_tokens(home.without(rank), ids, weights, x.dtype, kind, pack)
+        exchange = self._outer.post_tokens(sends, counts, ids, weights, x.dtype, pack)
         self._open[lane] = True
         del held
 
@@ -134,7 +137,7 @@ class TwoLevelRounds(PulledRounds):
         return tokens
 
     def refuse(self, lane: int, why: int) -> None:
-        """All ranks hear of it with the counts, before any line is put."""
+        """All ranks hear of it with the counts, before anything is stored."""
         self.raise_failure(lane)
         self.rounds_begun[lane] += 1
         self._outer.refuse(lane, why)
