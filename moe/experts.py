@@ -231,15 +231,13 @@ class GroupedExperts(NamedByExperts):
         require_dense("tokens", tokens, in_memory=False)
         if tokens.dim() != 2 or tokens.shape[1] != self.hidden_size:
             raise RoutingError(f"tokens must be [rows, {self.hidden_size}], got {tuple(tokens.shape)}")
-        lengths = (
-            ("expert_counts", expert_counts, self.num_experts),
-            ("expert_offsets", expert_offsets, self.num_experts + 1),
-        )
-        for name, numbers, length in lengths:
-            if numbers is not None:
-                require_integers(name, numbers)
-                if tuple(numbers.shape) != (length,):
-                    raise RoutingError(f"{name} must be [{length}], got {tuple(numbers.shape)}")
+        expected = [("expert_counts", expert_counts, self.num_experts)]
+        if expert_offsets is not None:
+            expected.append(("expert_offsets", expert_offsets, self.num_experts + 1))
+        for name, numbers, length in expected:
+            require_integers(name, numbers)
+            if tuple(numbers.shape) != (length,):
+                raise RoutingError(f"{name} must be [{length}], got {tuple(numbers.shape)}")
         weights = [weight for weight in (self.w_in, self.w_gate, self.w_out) if weight is not None]
         reason = grouped_mm.why_not(tokens, weights, expert_counts)
         if reason is None and tokens.device.type != "cpu":

@@ -71,7 +71,7 @@ def load_moe_layer(
     pieces = list(plan.pieces(made.local_experts))
     for piece in pieces:
         stored = _dtype_of(source, piece)
-        if dtype is None and stored != common and piece.slots[0].parameter != "correction_bias":
+        if dtype is None and stored != common and "correction_bias" not in piece.views:
             raise CheckpointError(
                 f"{source.path}: {piece.name} is {stored}, {first.name} {common}: pass the dtype that the layer is to "
                 "have"
@@ -79,7 +79,7 @@ def load_moe_layer(
     made = made.to_empty(device=torch.get_default_device() if device is None else device)
     for piece in pieces:
         part = source.tensor(piece.name)
-        for value, view in _slots(piece, made, part[:] if piece.row is None else part[piece.row]):
+        for value, view in _values_in(piece, made, part[:] if piece.row is None else part[piece.row]):
             value.copy_(view)
     return made
 
@@ -126,7 +126,7 @@ def save_moe_layers(
                 if piece.expert is not None or is_first:
                     shape = piece.shape if piece.row is None else piece.shape[1:]
                     stored = torch.empty(shape, dtype=DTYPES[_dtype_of(checkpoint, piece)], device="cpu")
-                    for value, view in _slots(piece, layer, stored):
+                    for value, view in _values_in(piece, layer, stored):
                         view.copy_(value)
                     checkpoint.overwrite(piece.name, stored, piece.row)
 
@@ -246,15 +246,15 @@ def _dtype_of(folder: _Folder, piece: Piece) -> str:
     return str(dtype)
 
 
-def _slots(piece: Piece, layer: MoELayer, stored: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _values_in(piece: Piece, layer: MoELayer, stored: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The values of a layer that are in a piece, each beside its place in the piece."""
     values = layer.state_dict()
     pairs = []
-    for slot in piece.slots:
-        value = values[slot.parameter + layer.experts.held * slot.parameter.startswith("experts.")]
+    for parameter, view in piece.views.items():
+        value = values[parameter + layer.experts.held * parameter.startswith("experts.")]
         if piece.expert is not None:
             value = value[layer.local_experts.index(piece.expert)]
-        pairs.append((value, slot.view(stored)))
+        pairs.append((value, view(stored)))
     return pairs
 
 

@@ -23,19 +23,10 @@ from thinwire.moe.routing import RouterConfig
 
 __all__ = ["FAMILIES", "LayerPlan", "Piece", "plan_layer"]
 
+#: Values within what is stored, as the layer has them; a view, to be read and to be written.
 _View = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Slot(NamedTuple):
-    """Values of a stored matrix that are one of a layer's.
-
-    Attributes:
-        parameter: its name in the layer's `state_dict`.
-        view: those values within what is stored, as the layer has them; a view, to be read and to be written.
-    """
-
-    parameter: str
-    view: _View = lambda stored: stored
+#: Of one expert: the end of the name, the shape in units of h(idden) and f(f), and the views by GroupedExperts' names.
+_Matrix = tuple[str, str, dict[str, _View]]
 
 
 class Piece(NamedTuple):
@@ -46,30 +37,26 @@ class Piece(NamedTuple):
         shape: of the whole tensor.
         row: the part, along its first dimension; None for all of it.
         expert: whose it is; None for what belongs to no expert.
-        slots: where the values go, all of them.
+        views: of all its values, by names in the layer's `state_dict`.
     """
 
     name: str
     shape: tuple[int, ...]
     row: int | None
     expert: int | None
-    slots: tuple[Slot, ...]
-
-
-#: Of one expert: the end of the name, the shape in units of h(idden) and f(f), and where it goes in GroupedExperts.
-_Matrix = tuple[str, str, tuple[Slot, ...]]
+    views: dict[str, _View]
 
 
 def _three(gate: str, up: str, down: str) -> tuple[_Matrix, ...]:
     return (
-        (f"{gate}.weight", "fh", (Slot("w_gate", torch.t),)),
-        (f"{up}.weight", "fh", (Slot("w_in", torch.t),)),
-        (f"{down}.weight", "hf", (Slot("w_out", torch.t),)),
+        (f"{gate}.weight", "fh", {"w_gate": torch.t}),
+        (f"{up}.weight", "fh", {"w_in": torch.t}),
+        (f"{down}.weight", "hf", {"w_out": torch.t}),
     )
 
 
-def _both(kind: str, gate: _View, up: _View) -> tuple[Slot, ...]:
-    return Slot(f"{kind}_gate", gate), Slot(f"{kind}_in", up)
+def _as_it_is(stored: torch.Tensor) -> torch.Tensor:
+    return stored
 
 
 _PROJECTIONS = _three("gate_proj", "up_proj", "down_proj")
@@ -99,8 +86,8 @@ _FUSED = Layout(
     "mlp",
     True,
     (
-        ("gate_up_proj", "2h", _both("w", lambda x: x.chunk(2)[0].T, lambda x: x.chunk(2)[1].T)),
-        ("down_proj", "hf", (Slot("w_out", torch.t),)),
+        ("gate_up_proj", "2h", {"w_gate": lambda x: x.chunk(2)[0].T, "w_in": lambda x: x.chunk(2)[1].T}),
+        ("down_proj", "hf", {"w_out": torch.t}),
     ),
 )
 _MIXTRAL = Layout("block_sparse_moe", False, _three("w1", "w3", "w2"))
@@ -108,10 +95,10 @@ _GPT_OSS = Layout(
     "mlp",
     True,
     (
-        ("gate_up_proj", "h2", _both("w", lambda x: x[..., ::2], lambda x: x[..., 1::2])),
-        ("gate_up_proj_bias", "2", _both("b", lambda x: x[..., ::2], lambda x: x[..., 1::2])),
-        ("down_proj", "fh", (Slot("w_out"),)),
-        ("down_proj_bias", "h", (Slot("b_out"),)),
+        ("gate_up_proj", "h2", {"w_gate": lambda x: x[..., ::2], "w_in": lambda x: x[..., 1::2]}),
+        ("gate_up_proj_bias", "2", {"b_gate": lambda x: x[..., ::2], "b_in": lambda x: x[..., 1::2]}),
+        ("down_proj", "fh", {"w_out": _as_it_is}),
+        ("down_proj_bias", "h", {"b_out": _as_it_is}),
     ),
 )
 
@@ -182,20 +169,20 @@ class LayerPlan(NamedTuple):
         """All tensors of no expert, then those of these experts, each expert's as far as they are its own."""
         block = f"{self.prefix}{self.layout.block}."
         router = f"{block}{self.family.router_name}."
-        tensors = [(f"{router}weight", "eh", Slot("router.weight"))]
         config, shared = self.arguments["router_config"], self.arguments["shared_ff_size"]
+        tensors = [(f"{router}weight", "eh", "router.weight")]
         if config.bias:
-            tensors.append((f"{router}bias", "e", Slot("router.bias")))
+            tensors.append((f"{router}bias", "e", "router.bias"))
         if config.correction_bias:
-            tensors.append((f"{router}e_score_correction_bias", "e", Slot("correction_bias")))
-        for name, shape, slot in tensors:
-            yield Piece(name, self._shape(shape), None, None, (slot,))
+            tensors.append((f"{router}e_score_correction_bias", "e", "correction_bias"))
+        for name, shape, parameter in tensors:
+            yield Piece(name, self._shape(shape), None, None, {parameter: _as_it_is})
         if shared:
-            for name, shape, slots in _PROJECTIONS:
-                named = tuple(Slot(f"shared.{parameter}", _as_only(view)) for parameter, view in slots)
+            for name, shape, views in _PROJECTIONS:
+                named = {f"shared.{parameter}": _as_only(view) for parameter, view in views.items()}
                 yield Piece(f"{block}shared_experts.{name}", self._shape(shape, shared), None, None, named)
-        for name, shape, slots in self.layout.matrices:
-            named = tuple(Slot(f"experts.{parameter}", view) for parameter, view in slots)
+        for name, shape, views in self.layout.matrices:
+            named = {f"experts.{parameter}": view for parameter, view in views.items()}
             for expert in experts:
                 if self.layout.stacked:
                     yield Piece(f"{block}experts.{name}", self._shape("e" + shape), expert, expert, named)
