@@ -6,6 +6,7 @@ store it, and leaves waiting for peers to other tests.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -59,6 +60,13 @@ def make_lanes(
         lane.kept["memory"], lane.kept["alive"] = memory, (heaps, words, memories)
         lanes.append(lane)
     return lanes
+
+
+def on_board(lane: PulledLane, address: int) -> PulledLane:
+    """The same lane, whose lines lie on another board."""
+    other = copy(lane)
+    other.board, other.kept = address, {}
+    return other
 
 
 def poison(lanes: list[PulledLane]) -> None:

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.files import mapped_segments, open_files, resident_bytes, shared_files
-from tests.helpers.pulled import make_lanes, run_round
+from tests.helpers.pulled import make_lanes, on_board, run_round
 from tests.helpers.rounds import Tokens
 from tests.helpers.wires import DTYPES
 from thinwire.comm.communicator import Communicator
@@ -413,7 +413,7 @@ def _telling_rank_0(rounds: Any, kernel: Callable[..., None]) -> Callable[..., N
             if peer != rounds.rank:
                 heaps[peer] = elsewhere[peer].data_ptr()
         words[0] = heaps.ctypes.data
-        board = replace(lane, board=words.ctypes.data)
+        board = on_board(lane, words.ctypes.data)
         kernel(board, *others)
         _send_oneself(signal.SIGKILL)
 

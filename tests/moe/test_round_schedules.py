@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.pulled import on_board
 from tests.helpers.speeds import exhaustive_but
 from thinwire.testing import RankError, run_ranks
 from thinwire.triton_kernels.compat import HAS_TRITON
@@ -59,7 +59,7 @@ def _early(name: str, rounds: Any) -> None:
     def early(lane: PulledLane, *others: Any) -> None:
         kernels.tell(lane, others[-1] if name == "send_tokens" else WITH_SUMS)
         time.sleep(0.005)
-        kernel(replace(lane, board=apart.address), *others)
+        kernel(on_board(lane, apart.address), *others)
 
     rounds.kernels = SimpleNamespace(**{**{each: getattr(kernels, each) for each in PULLED_KERNELS}, name: early})
 
