@@ -101,6 +101,7 @@ bench: $(VENV)/ready
 	$(RUN) -m benchmarks.bench_fsdp
 	$(RUN) -m benchmarks.bench_link
 	$(RUN) -m benchmarks.bench_on_link all_reduce -b 32M -e 32M
+	$(RUN) -m benchmarks.bench_result_memory
 
 # The site, in build/site; a broken link fails it.
 docs: $(VENV)/ready

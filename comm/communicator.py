@@ -450,6 +450,7 @@ class Communicator(Collectives):
             f"timeout: {self.timeout:g} s",
             f"quorum: {self.quorum}",
             *([f"threads for rows of a large call: {self.cpu_share}"] if shares_rows else []),
+            *([f"memory of results: {kept / 2**20:.0f} MiB kept"] if (kept := self.result_memory.num_bytes) else []),
             *([] if self._standby is None else [self._standby.describe()]),
             self.recorder.describe(),
         ]
@@ -483,12 +484,13 @@ class Communicator(Collectives):
         once.
 
         An exception from outside that ends a call, such as a KeyboardInterrupt, also closes the communicator: peers may
-            have made that call already, and would take a second try for the next call. Over Gloo the wait cannot be
-            cancelled: until its timeout, arriving data may still fill its tensors, which are kept alive until then.
+        have made that call already, and would take a second try for the next call. Over Gloo the wait cannot be
+        cancelled: until its timeout, arriving data may still fill its tensors, which are kept alive until then.
         """
         if self._closed:
             return
         self._closed = True
+        self.result_memory.close()
         for attachment in self._attachments.values():
             attachment.close()
         for work in self._unfinished:

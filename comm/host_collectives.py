@@ -25,6 +25,7 @@ from thinwire.comm.groups import group_exists
 from thinwire.comm.hosts import Hosts
 from thinwire.comm.recorder import is_off
 from thinwire.comm.resources import CpuShare, cpu_share
+from thinwire.comm.result_memory import ResultMemory
 from thinwire.comm.tensors import is_plain, require_dense
 from thinwire.comm.threads import ThreadExchange
 from thinwire.comm.work import Work
@@ -89,6 +90,7 @@ class HostCollectives(ABC):
         )  # fmt: skip
         exchange.recorder = self.recorder
         self._attachments, self._unfinished, self.prepared = {}, [], {}
+        self.result_memory = ResultMemory(_ranks_in_all(exchange))  # the ranks of other groups may share this host, too
         _communicators.add(self)
 
     @cached_property
@@ -147,6 +149,17 @@ class HostCollectives(ABC):
     def in_process(self) -> bool:
         """Whether the ranks are threads of this process, as those of `run_ranks(mode="thread")` are."""
         return isinstance(self._exchange, ThreadExchange)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that this rank keeps for large results on the CPU, in use or not.
+
+        The memory of a result without references is reused for a later result of about its size. It never exceeds twice
+        the most that results took at once, in whole huge pages, nor this rank's part of a quarter of the memory that
+        was available when the first result was made. The least recently used is freed first. `close` frees it, and so
+        does `close` of an ExpertParallel on this communicator; a result that is still in use keeps its own.
+        """
+        return self.result_memory.num_bytes
 
     def check_device(self, name: str, tensor: Tensor) -> None:
         """Refuses a tensor on another kind of device than this communicator's; device numbers are not compared.

@@ -65,7 +65,7 @@ def page() -> str:
     """The whole page."""
     of_kernels = _one_gpu(), _machine_code(), _speed_of_light(), _latency(), _small_collectives()
     rest = _codec(), _collective_accuracy(), _flight_recorder(), *of_kernels, _not_shown()
-    parts = (_one_host(), _links(), *rest)
+    parts = (_one_host(), _links(), _result_memory(), *rest)
     return "\n".join((_HEAD, *parts))
 
 
@@ -231,6 +231,25 @@ def _links() -> str:
             "**All-reduce**, wire formats of the two legs, speedup over gloo's in bfloat16:\n",
             _table([*head, "over gloo bf16"], reduce),
             _source("link", "all_reduce_link"),
+        )
+    )
+
+
+def _result_memory() -> str:
+    rows = [
+        [f"{figure['tokens']:,}", figure["transport"], figure["call"], figure["memory"]]
+        + [f"{figure['MiB']:,.0f}", f"{figure['ms']:.1f}", f"{figure['share']:.2f}", f"{figure['faults']:,.0f}"]
+        for figure in _read("result_memory")["figures"]
+    ]
+    head = ["tokens", "transport", "call", "memory", "MiB", "ms", "share", "page faults"]
+    return "\n".join(
+        (
+            "## Memory of results\n",
+            "Rounds of 2 ranks in int8, 8 experts for each token of 7168 bfloat16. Results are in memory reused from "
+            "earlier\nones, in new memory, or in torch's. ms is the call's time, share the time of a plain copy of the "
+            "result divided by it:\n",
+            _table(head, rows),
+            _source("result_memory"),
         )
     )
 

@@ -20,7 +20,7 @@ from thinwire.comm.work import Work
 from thinwire.errors import CountsError
 from thinwire.fields import OneOf
 from thinwire.fused.backend import select_backend
-from thinwire.fused.call import NUMBERS, RowCall, check_out, find
+from thinwire.fused.call import RowCall, check_out, find
 from thinwire.fused.channel import PIECES, RecvBuffer, channel_layout
 from thinwire.fused.codec import named_wire
 from thinwire.fused.counts import Counts, new_rows, parse_integers, receive_segments, send_segments
@@ -128,8 +128,13 @@ def all_to_all_v(
     >>> comm.close()
     """
     comm = comm if type(comm) is Communicator else communicator_or_default(comm)
-    given, size = zip((send_counts, recv_counts, send_displs, recv_displs), NUMBERS, strict=True), comm.size
-    numbers = [None if values is None else _parsed(values, size, name) for values, name in given]
+    size = comm.size
+    numbers = [
+        None if send_counts is None else _parsed(send_counts, size, "send_counts"),
+        None if recv_counts is None else _parsed(recv_counts, size, "recv_counts"),
+        None if send_displs is None else _parsed(send_displs, size, "send_displs"),
+        None if recv_displs is None else _parsed(recv_displs, size, "recv_displs"),
+    ]
     call = find(comm, RowCall, x, named_wire(wire), transport, bool(check), *numbers)
     if not x.requires_grad or not torch.is_grad_enabled():
         return _run(comm, call, x, out, async_op)
@@ -183,7 +188,7 @@ def _place(
     if out is None:
         # Segments do not overlap: they leave gaps, which are zero, if the rows outnumber theirs.
         zero = call.recv_displs is not None and rows != sum(receives.counts)
-        out = new_rows(x, rows, call.tail, zero)
+        out = new_rows(x, rows, call.tail, zero, comm.result_memory)
     elif rows > out.shape[0]:
         receive_segments(receives.counts, call.recv_displs, out.shape[0])  # says which one does not fit
     return RecvBuffer(receives, out)

@@ -28,7 +28,7 @@ _MOST_KEPT = 1024  # of one communicator
 Cut = Callable[[Communicator, torch.Size, Sequence[int]], tuple[Segments, int, tuple[int, ...]]]
 
 #: Arguments of all-to-all-v that have a number for each rank.
-NUMBERS = ("send_counts", "recv_counts", "send_displs", "recv_displs")
+_NUMBERS = ("send_counts", "recv_counts", "send_displs", "recv_displs")
 
 _C = TypeVar("_C", bound="Call")
 
@@ -112,7 +112,7 @@ class RowCall(Call):
     """A call of all-to-all-v.
 
     Args:
-        numbers: see `NUMBERS`; each None, or a tuple.
+        numbers: see `_NUMBERS`; each None, or a tuple.
 
     Attributes:
         tail: the shape of a row. rows: of the output, where this is known.
@@ -130,7 +130,7 @@ class RowCall(Call):
         super().__init__("all_to_all_v", x, [wire_of_rows(wire, x)], transport)
         sends, receives, self.send_displs, self.recv_displs = (
             None if values is None else parse_integers(values, comm.size, name)
-            for values, name in zip(numbers, NUMBERS, strict=True)
+            for values, name in zip(numbers, _NUMBERS, strict=True)
         )
         if sends is None:
             if any(values is not None for values in numbers):

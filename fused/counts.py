@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from thinwire.comm.result_memory import ResultMemory
 from thinwire.comm.tensors import require_dense
 from thinwire.errors import CapacityError, CountsError
 
@@ -132,9 +133,14 @@ def receive_segments(counts: list[int], displs: Counts | None, rows: int | None)
     return segments
 
 
-def new_rows(x: torch.Tensor, rows: int, tail: Sequence[int], zero: bool = False) -> torch.Tensor:
+def new_rows(
+    x: torch.Tensor, rows: int, tail: Sequence[int], zero: bool = False, memory: ResultMemory | None = None
+) -> torch.Tensor:
     """A new tensor of x's dtype for rows of shape `tail`, whose number peers may have said; or CapacityError."""
     try:
+        if memory is not None:
+            out = memory.new_empty(x, (rows, *tail))
+            return out.zero_() if zero else out
         return x.new_zeros(rows, *tail) if zero else x.new_empty(rows, *tail)
     except torch.OutOfMemoryError:
         raise  # of a GPU, which callers may know how to help

@@ -212,7 +212,7 @@ class ExchangePlan:
         if self.rows is None:
             return arrived
         tail = arrived.shape[1:]
-        out = arrived.new_empty((self.num_rows, *tail))
+        out = self.comm.result_memory.new_empty(arrived, (self.num_rows, *tail), arrived.dtype)
         width = tail.numel()
         if not width or not self.num_rows:
             return out

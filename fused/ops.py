@@ -97,7 +97,7 @@ class Op:
         with comm.call(*call.recorded) as recorded:
             carrier: Carrier = call.carrier or self.choose(comm, call)
             recorded.takes(carrier.name)
-            target = x.new_empty(call.out_shape) if out is None else out
+            target = comm.result_memory.new_empty(x, call.out_shape) if out is None else out
             finish = carrier.begin(comm, call, x, target)
 
             def end() -> torch.Tensor:

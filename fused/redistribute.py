@@ -136,7 +136,7 @@ def _take_step(
         filled = collect(out=None if out is None else out.view(-1), **through)
         return filled.view(shape) if out is None else out
     parts = collect(**through).split([view.numel() for view in views])
-    out = x.new_empty(shape) if out is None else out
+    out = comm.result_memory.new_empty(x, shape) if out is None else out
     for block, view, part in zip(blocks, views, parts, strict=True):
         out[_within(block, wanted)].copy_(part.view(view.shape))
     return out

@@ -95,8 +95,8 @@ class StagedExchange:
         """
         phase, slots = comm.recorder.phase, dense_segments(recv_counts)
         octet = torch.empty(1, dtype=torch.uint8, device=comm.device)
-        received = octet.new_empty((sum(recv_counts), record_bytes))
-        packed = octet.new_empty((sum(send_counts or [0]), record_bytes))
+        received = comm.result_memory.new_empty(octet, (sum(recv_counts), record_bytes))
+        packed = comm.result_memory.new_empty(octet, (sum(send_counts or [0]), record_bytes))
         pieces: list[tuple[Posted, int, int]] = []
         most_rows = max(*recv_counts, *(send_counts or [0]))
         for start, stop in cut_pieces(most_rows, max(record_bytes, cut_like), comm.backend):

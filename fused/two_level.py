@@ -105,7 +105,7 @@ class TwoLevelCollectives(Attachment):
         """Starts sending this host's sums of the rail's parts to the parts' owners; x may then be overwritten."""
         parts = call.parts
         own = dense_segments([count if rank in self._rail else 0 for rank, count in enumerate(parts.counts)])
-        sums = x.new_empty((own.rows,), dtype=torch.float32)
+        sums = comm.result_memory.new_empty(x, (own.rows,), torch.float32)
         targets = own.cut(sums)
         for members, target in zip(self._hosts, self._rail, strict=True):
             self._run(call, REDUCE_SCATTER, _of(parts, members), call.row, x, targets[target])
@@ -123,7 +123,7 @@ class TwoLevelCollectives(Attachment):
         leg_of = _ByteLeg if dtype == torch.uint8 else GatherLeg
         leg = leg_of(comm, parts, row, wire, dtype, source, call.described, self._rail)
         slots, received = dense_segments(leg.counts(parts)), leg.exchange.received
-        records = received.new_empty((slots.rows, leg.record_bytes))
+        records = comm.result_memory.new_empty(received, (slots.rows, leg.record_bytes))
         # The own host's while the others' are on their way.
         self._pass_on(call, self._here, slots, leg.slots.cut(received)[comm.rank], records)
         arrivals = leg.exchange.arrivals()

@@ -495,7 +495,7 @@ class DirectRound(Dispatched):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._rounds.raise_failure(self.lane)
         config = self._rounds.config
-        tokens = new_rows(self._nothing, capacity, (config.hidden_size,))
+        tokens = new_rows(self._nothing, capacity, (config.hidden_size,), memory=config.comm.result_memory)
         overflow = torch.empty_like(self._flag)  # at half the cost of asking for a dtype
         self._rounds.kernels.gather(tensors, tokens, overflow, zero_tail, *chosen)
         return tokens, overflow

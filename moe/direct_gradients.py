@@ -75,7 +75,8 @@ class DirectPlan(GradientPlan):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         rounds, lane = self._rounds, self._lane
         hidden, device = rounds.config.hidden_size, rounds.device
-        dx = self._weights.new_empty((self._ids.shape[0], hidden), dtype=self._dtype)
+        memory, shape = rounds.config.comm.result_memory, (self._ids.shape[0], hidden)
+        dx = memory.new_empty(self._weights, shape, self._dtype)
         if self._open is None:  # the sums are not in the graph: only the tokens are
             self.send(dx.zero_(), 0)
         if rounds.open_rounds[lane] is not self._open:

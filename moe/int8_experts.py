@@ -118,9 +118,9 @@ class Int8Experts(NamedByExperts):
         wire = replace(rows.wire, rotated=False)  # of what is multiplied: codes and scales of so many columns
         product = select_expert_gemm(rows.records.device, wire)
         index, offsets = rows.index[:count], d.expert_offsets
-        like = torch.empty(0, dtype=d._dtype, device=rows.records.device)
-        inner = new_rows(rows.records, count, (INNER_WIRE.row_bytes(self.ff_size),))
-        out = new_rows(like, count, (hidden,))
+        memory, like = d._rounds.config.comm.result_memory, torch.empty(0, dtype=d._dtype, device=rows.records.device)
+        inner = new_rows(rows.records, count, (INNER_WIRE.row_bytes(self.ff_size),), memory=memory)
+        out = new_rows(like, count, (hidden,), memory=memory)
         # A model that is cast as a whole has scales of 16 bits; kernels read float32.
         columns = rows.payload.shape[1]
         inward = Int8Weights(self.w_in, self.s_in.float(), columns, self.gated, activate=not self.gated)

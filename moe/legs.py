@@ -108,7 +108,7 @@ class StartedCombine(Started):
         if rows.is_neg():
             rows = rows.resolve_neg()
         if out is None:
-            out = rows.new_empty((d._num_sent, config.hidden_size), dtype=d._dtype)
+            out = config.comm.result_memory.new_empty(rows, (d._num_sent, config.hidden_size), d._dtype)
         with rounds.call("combine", self.lane, (rows.shape[0], config.hidden_size), d._dtype):
             rounds.open_rounds[self.lane] = None
             self.end = d._begin_combine(rows if rows.stride(1) == 1 else rows.contiguous(), out, weighted)

@@ -433,6 +433,7 @@ class ExpertParallel:
         self.end()
         for rounds in self._assembly.all_rounds:
             rounds.close()
+        self.comm.result_memory.clear()
 
     def end(self) -> None:
         """Refuses calls from now on, as its communicator is closed. One under way, in another thread, may go on."""

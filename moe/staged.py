@@ -243,7 +243,7 @@ class StagedRound(Dispatched):
         """Records by number at places among so many rows; the others of the first `used` are zero."""
         config = self._rounds.config
         like = torch.empty(0, dtype=self._dtype, device=self.rows.device)
-        tokens = new_rows(like, num_rows, (config.hidden_size,))
+        tokens = new_rows(like, num_rows, (config.hidden_size,), memory=config.comm.result_memory)
         if len(places) < used:  # places are different ones, so as many leave none of them to be zero
             tokens[:used].zero_()
         config.dispatch_backend.unpack_rows(self.rows, config.wire, index, places, tokens)
@@ -350,7 +350,7 @@ class StagedPlan(GradientPlan):
         )
         fits = arrival.rows < num_rows
         index, places = arrival.index[fits], arrival.rows[fits]
-        rows = new_rows(dy, num_rows, (config.hidden_size,), len(places) < num_rows)
+        rows = new_rows(dy, num_rows, (config.hidden_size,), len(places) < num_rows, config.comm.result_memory)
         config.grad_backend.unpack_rows(arrived, config.grad_wire, index, places, rows)
         weights = arrival.weights.new_zeros(num_rows)
         fits = (arrival.positions >= 0) & (arrival.positions < num_rows)
@@ -393,7 +393,7 @@ class StagedPlan(GradientPlan):
         )
         dx = dw = None
         if self.wants.rows:
-            dx = rows.new_empty((self._num_tokens, hidden), dtype=self._dtype)
+            dx = config.comm.result_memory.new_empty(rows, (self._num_tokens, hidden), self._dtype)
             config.grad_backend.sum_records(home[:, :row_bytes], self._sends.record_index, wire, dx)
         if self.wants.weights:  # all but one of an expert's are zero
             tails = _floats(home.view(torch.int32)[:, tail], config.weight_dtype)

@@ -34,6 +34,8 @@ FEW = ["--repeats", "2", "--sample-seconds", "0"]
     ("script", "options", "figures"),
     [
         ("bench_flight_recorder", ["--repeats", "1"], 1),
+        pytest.param("bench_result_memory", ["--tokens", "512", "--hidden", "2048", "--repeats", "3"], 12, marks=[
+            pytest.mark.exhaustive]),
         pytest.param("bench_deep_ep", ["--repeats", "2", "--wires", "int8", "--tokens", "8,16"], 2, marks=[
             pytest.mark.exhaustive]),
     ],
