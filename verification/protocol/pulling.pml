@@ -4,14 +4,14 @@
  * not there yet, or is not there any more, shows. Ranks close rounds or send sums as they like, and with MISMATCHES say
  * something else in a dispatch as they like. The ring here is of two lines a pair; that of the library is of four.
  *
- * LEG: one rank packs pieces into slots of its own memory, which it writes again once two readers have taken the lines
- * that named them.
+ * LEG: one rank packs pieces into the first slot of its own memory that is free: once two readers have taken the lines
+ * that named it.
  *
  * SLEEP: one rank waits for lines of two others, twice, and sleeps; nobody wakes it but they, and no sleep ends by
  * itself, as the library's do.
  *
- * Parameters: EPOCHS, MISMATCHES, LEG, PIECES, SLOTS, SLEEP. BROKEN_...: the protocol with one rule broken; the search must find an error.
- * GOAL_...: a state that the search must reach, written as an assertion that it does not.
+ * Parameters: EPOCHS, MISMATCHES, LEG, PIECES, SLOTS, SLEEP. BROKEN_...: the protocol with one rule broken; the search
+ * must find an error. GOAL_...: a state that the search must reach, written as an assertion that it does not.
  */
 
 #ifdef GOAL_CLOSED_AND_SUMMED
@@ -169,28 +169,59 @@ active [RANKS] proctype thread() {
 #endif
 
 byte slot[SLOTS]; /* which piece it holds, from 1 on; 0 while it is written */
+byte mark[SLOTS]; /* how many lines were put when it was last written */
 byte put_lines[READERS]; /* how many lines are put at a reader: the flag of its last one */
+byte place[READERS * SLOTS]; /* the slot that a reader's line names, in a ring of as many lines as there are slots */
 byte taken_there[READERS]; /* at the writer: lines that the reader has taken */
 
+#ifdef BROKEN_ONE_READER
+#define IS_BUSY(number) (mark[number] > taken_there[0])
+#else
+#define IS_BUSY(number) (mark[number] > taken_there[0] || mark[number] > taken_there[1])
+#endif
+
 active proctype packer() { /* triton_kernels/cpu/pull.py send_kernel */
-    byte piece, reader;
+    byte piece, reader, chosen, number;
     do
     :: piece == PIECES -> break
     :: else ->
         piece++;
-#ifndef BROKEN_NO_ACKNOWLEDGEMENT
-        for (reader : 0 .. READERS - 1) { /* triton_kernels/cpu/pull.py is_busy */
-            (taken_there[reader] + SLOTS >= piece)
-        }
+#ifdef BROKEN_NO_ACKNOWLEDGEMENT
+        chosen = piece % SLOTS;
+#else
+        do
+        :: true ->
+            chosen = 0; /* triton_kernels/cpu/pull.py find_slot */
+            do
+            :: chosen < SLOTS && IS_BUSY(chosen) -> chosen++
+            :: else -> break
+            od;
+            if
+            :: chosen < SLOTS -> break
+            :: else
+            fi;
+            chosen = 0; /* the one that was written first */
+            for (number : 1 .. SLOTS - 1) {
+                if
+                :: mark[number] < mark[chosen] -> chosen = number
+                :: else
+                fi
+            }
+            (!IS_BUSY(chosen))
+        od;
 #endif
 #ifdef BROKEN_EARLY_PIECE_LINE
+        place[piece % SLOTS] = chosen;
         put_lines[0] = piece;
 #endif
-        slot[piece % SLOTS] = 0;
-        slot[piece % SLOTS] = piece;
+        slot[chosen] = 0;
+        slot[chosen] = piece;
         for (reader : 0 .. READERS - 1) { /* triton_kernels/cpu/pull.py publish */
+            assert(taken_there[reader] + SLOTS >= piece);
+            place[reader * SLOTS + piece % SLOTS] = chosen;
             put_lines[reader] = piece
         }
+        mark[chosen] = piece;
 #ifdef GOAL_SLOTS_WRITTEN_AGAIN
         goal_reached = piece == PIECES;
         assert(!goal_reached)
@@ -209,7 +240,7 @@ active [READERS] proctype unpacker() { /* triton_kernels/cpu/pull.py take_kernel
 #ifdef BROKEN_EARLY_TAKE
         taken_there[rank] = piece;
 #endif
-        assert(slot[piece % SLOTS] == piece);
+        assert(slot[place[rank * SLOTS + piece % SLOTS]] == piece);
         taken_there[rank] = piece
     od
 }
