@@ -92,15 +92,15 @@ def save_checkpoint(
     def write(path: str) -> None:
         begins, left = places_in(path), iter(parts.items())
         with open(path, "r+b") as file:
-            try:
-                for name, (tensor, place, kind, _) in left:
-                    tensor = whole(tensor)
+            for name, (tensor, place, kind, _) in left:
+                tensor = whole(tensor)
+                try:
                     if place.mine or is_first:
                         write_rows(file, begins[name], tensor.to(DTYPES[kind]), place.rows)
-            except Exception:
-                for _, part in left:  # as the others take part in it
-                    whole(part.tensor)
-                raise
+                except Exception:
+                    for _, part in left:  # as the others take part in it
+                        whole(part.tensor)
+                    raise
             file.flush()
             os.fsync(file.fileno())
 

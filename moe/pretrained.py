@@ -112,7 +112,7 @@ def save_moe_layers(
     is_first = comm is None or comm.rank == 0
 
     def copy(unfinished: Path) -> None:
-        if os.path.lexists(target):
+        if os.path.lexists(os.path.abspath(target)):
             raise CheckpointError(f"{target} is there already, expected the name of a folder to make")
         checkpoint = _Folder(source)
         for number, layer in layers.items():

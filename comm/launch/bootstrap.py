@@ -346,7 +346,11 @@ def _open_domain(world: Communicator, name: str, wanted: Settings) -> Communicat
     )
     made = world._derive([tuple(range(world.size))], settings, origin)
     made._origin = origin
-    world._attachments[f"domain {name}"] = Child(made, f"domain: {name!r}")
+    child = Child(made, f"domain: {name!r}")
+    if world.closed:  # by a signal handler or another thread
+        child.close()
+        world.require_open()
+    world._attachments[f"domain {name}"] = child
     return made
 
 

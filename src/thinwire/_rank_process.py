@@ -14,6 +14,7 @@ import contextlib
 import faulthandler
 import importlib
 import io
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -152,7 +153,7 @@ class _Popen(popen_forkserver.Popen):
 
 @dataclass(frozen=True)
 class Launch:
-    """What a rank is told at its start: what to run, and where and until when. It answers in `folder`:
+    """What a rank is told at its start, beside a file with the pickled `Payload`. It answers in `folder`:
 
     - `rank<r>.result`: the pickled result;
     - `rank<r>.failure`: a pickled pair of the time, as `time.monotonic()`, and the traceback;
@@ -167,13 +168,22 @@ class Launch:
     deadline: float  # of time.monotonic(), which all processes of a host share
     folder: Path
     preloaded: tuple[str, ...]  # modules that the server of this process was to import
-    environ: dict[str, str]
-    main: tuple[str, str] | None  # ("module" or "path", where) of the parent's script, if parts refer to it
-    parts: list[bytes]  # the pickled function and arguments, to be opened after `environ` is in force
 
     def file(self, kind: str) -> Path:
         """Where this rank leaves its `kind`."""
         return self.folder / f"rank{self.rank}.{kind}"
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What the ranks run. `parts`, the pickled function and arguments, are opened after `environ` is in force.
+
+    It travels in a file, as a pipe has room for a few pages: whoever writes more waits for a child, which may be dead.
+    """
+
+    environ: dict[str, str]
+    main: tuple[str, str] | None  # ("module" or "path", where) of the parent's script, if parts refer to it
+    parts: list[bytes]
 
 
 class InheritedFile:
@@ -190,8 +200,8 @@ def _detach(duplicate: Any) -> int:
     return int(duplicate.detach())
 
 
-def rank_main(launch: Launch, output: int, errors: int) -> None:
-    """Runs the function and leaves its result or its failure in the folder. The numbers are open files."""
+def rank_main(launch: Launch, payload: int, output: int, errors: int) -> None:
+    """Runs the payload's function and leaves its result or its failure in the folder. The numbers are open files."""
     os.setsid()  # the parent kills the whole process group, so that nothing that fn started lives on
     take_ctrl_c_again()  # a terminal's no longer comes here
     for descriptor, standard in ((output, 1), (errors, 2)):
@@ -199,18 +209,18 @@ def rank_main(launch: Launch, output: int, errors: int) -> None:
         os.close(descriptor)
     threading.Thread(target=end_with_parent, args=(launch.folder,), daemon=True).start()
     try:
-        _answer(launch)
+        _answer(launch, payload)
     except FileNotFoundError:
         os._exit(1)  # the folder is gone: the parent was interrupted while it started this rank, and reads no answer
 
 
-def _answer(launch: Launch) -> None:
+def _answer(launch: Launch, payload: int) -> None:
     with launch.file("stack").open("w") as stacks:
         faulthandler.enable(stacks)
         remaining = launch.deadline - min(_STACK_SECONDS, launch.timeout / 4) - time.monotonic()
         faulthandler.dump_traceback_later(max(remaining, 0.01), file=stacks)
         try:
-            launch.file("result").write_bytes(_call(launch))
+            launch.file("result").write_bytes(_call(launch, payload))
         except BaseException:
             _leave_failure(launch)
         if dist.is_initialized():
@@ -237,15 +247,18 @@ def _leave_failure(launch: Launch) -> None:
     os._exit(1)  # an orderly end would take the process group apart, which may wait for peers
 
 
-def _call(launch: Launch) -> bytes:
+def _call(launch: Launch, payload_file: int) -> bytes:
     for module in launch.preloaded:
         if module not in sys.modules:  # a fork server says nothing of an ImportError; this rank, where it meets it too
             importlib.import_module(module)
             raise ThinwireError(f"{module} can be imported, but not by the server that ranks are forked from")
-    _set_environment(launch.environ)
-    if launch.main is not None:
-        _load_main(*launch.main)
-    fn, *args = (pickle.loads(part) for part in launch.parts)
+    with mmap.mmap(payload_file, 0, access=mmap.ACCESS_READ) as content:  # all ranks' numbers share one file position
+        payload: Payload = pickle.loads(content)
+    os.close(payload_file)
+    _set_environment(payload.environ)
+    if payload.main is not None:
+        _load_main(*payload.main)
+    fn, *args = (pickle.loads(part) for part in payload.parts)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // launch.world_size))
 

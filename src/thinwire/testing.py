@@ -21,7 +21,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from thinwire._rank_process import InheritedFile, Launch, ServedProcess, end_with_parent, rank_main, without_ctrl_c
+from thinwire._rank_process import (
+    InheritedFile,
+    Launch,
+    Payload,
+    ServedProcess,
+    end_with_parent,
+    rank_main,
+    without_ctrl_c,
+)
 from thinwire._rank_thread import require_queues, run_rank_threads
 from thinwire.comm.agreement.meeting import INTERFACE_VARIABLE, start_store
 from thinwire.comm.hosts import LOOPBACK, interface_of
@@ -170,18 +178,22 @@ def _run_processes(
     """Each rank's result, if all have one; what happened on those that failed; state and stack of the unfinished."""
     interface = interface_of(LOOPBACK)  # Gloo would take that of the host's name
     environ = {**({INTERFACE_VARIABLE: interface} if interface else {}), **os.environ, **env}
-    main, parts = _pack(fn, args)
+    payload = _pack(fn, args, environ)
     preloaded = _preloaded if _start_method(device) == "forkserver" else ()
     if preloaded:
         _prepare_server(preloaded, environ)
     deadline = time.monotonic() + timeout
     store = start_store(LOOPBACK, 0)
-    with tempfile.TemporaryDirectory(prefix="thinwire-ranks-") as folder:
-        told = world_size, device, store.port, timeout, deadline, Path(folder), preloaded, environ, main, parts
+    # The payload holds the environment, and the environment may hold secrets: its file has no name, so that nothing is
+    # left of it when this process is killed.
+    with tempfile.TemporaryDirectory(prefix="thinwire-ranks-") as folder, tempfile.TemporaryFile() as shared:
+        shared.write(payload)
+        shared.flush()
+        told = world_size, device, store.port, timeout, deadline, Path(folder), preloaded
         launches = [Launch(rank, *told) for rank in range(world_size)]
         processes: list[BaseProcess] = []
         try:
-            _start(launches, processes)
+            _start(launches, environ, shared.fileno(), processes)
             failures, unfinished = _watch(processes, launches, deadline)
         finally:
             _kill(processes)
@@ -193,12 +205,12 @@ def _run_processes(
 # --- what is sent -----------------------------------------------------------------------------------------------------
 
 
-def _pack(fn: Callable[..., object], args: tuple[object, ...]) -> tuple[tuple[str, str] | None, list[bytes]]:
-    """Gives `Launch.main` and `Launch.parts`."""
+def _pack(fn: Callable[..., object], args: tuple[object, ...], environ: dict[str, str]) -> bytes:
     _require_importable(fn)
     parts = [_dumps(fn, "the function"), *(_dumps(arg, f"argument {i}") for i, arg in enumerate(args))]
     # Re-running the parent's script is needed only for what is defined in it, and slow where that is a test runner.
-    return _main_source() if any(b"__main__" in part for part in parts) else None, parts
+    main = _main_source() if any(b"__main__" in part for part in parts) else None
+    return pickle.dumps(Payload(environ, main, parts))
 
 
 def _dumps(value: object, what: str) -> bytes:
@@ -251,19 +263,19 @@ def _main_source() -> tuple[str, str] | None:
 # --- start, watch, end ------------------------------------------------------------------------------------------------
 
 
-def _start(launches: list[Launch], processes: list[BaseProcess]) -> None:
+def _start(launches: list[Launch], environ: dict[str, str], payload: int, processes: list[BaseProcess]) -> None:
     preloaded = launches[0].preloaded
     if _start_method(launches[0].device) == "forkserver":
         # Without triton and numba, one server is right for every value of their variables: ranks import them.
-        read = launches[0].environ if preloaded else {}
+        read = environ if preloaded else {}
         make: Callable[..., BaseProcess] = functools.partial(ServedProcess, [*_PRELOAD, *preloaded], read)
     else:
         make = multiprocessing.get_context("spawn").Process
     # The fork server keeps the standard files that it was started with; ranks print where this process prints now.
+    files = InheritedFile(payload), InheritedFile(1), InheritedFile(2)
     with _without_main():
         for launch in launches:
-            args = launch, InheritedFile(1), InheritedFile(2)
-            process = make(target=rank_main, args=args, name=f"rank {launch.rank}")
+            process = make(target=rank_main, args=(launch, *files), name=f"rank {launch.rank}")
             with contextlib.nullcontext() if isinstance(process, ServedProcess) else without_ctrl_c():
                 process.start()
             processes.append(process)

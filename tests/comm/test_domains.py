@@ -132,6 +132,21 @@ def test_a_world_of_one_has_domains_too(alone):
     assert not dist.is_initialized()
 
 
+def test_a_domain_of_a_world_that_is_closed_meanwhile_is_closed_too(alone, monkeypatch):
+    tw.init(device="cpu")
+    derive, made = tw.Communicator._derive, []
+
+    def close_meanwhile(world, *others):
+        made.append(derive(world, *others))
+        world.close()
+        return made[0]
+
+    monkeypatch.setattr(tw.Communicator, "_derive", close_meanwhile)
+    with pytest.raises(ThinwireError, match="closed"):
+        tw.init(domain="a", device="cpu")
+    assert made[0].closed
+
+
 def fail_in_a_domain(comm):
     inner = tw.init(domain="inner")
     if comm.rank == 0:

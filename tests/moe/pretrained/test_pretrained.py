@@ -229,7 +229,7 @@ def test_where_one_rank_cannot_write_all_raise_and_nothing_is_left(rank: int, tm
     assert os.listdir(tmp_path) == ["old"]
 
 
-def test_what_cannot_be_written_is_refused_and_nothing_is_left(tmp_path: Path):
+def test_what_cannot_be_written_is_refused_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = made(tmp_path / "old", "mixtral", "published")
     layer = load_moe_layer(folder, LAYER)
     other = MoELayer(16, 12, 5, 2, gated=True, expert_bias=True)
@@ -250,6 +250,11 @@ def test_what_cannot_be_written_is_refused_and_nothing_is_left(tmp_path: Path):
     with pytest.raises(FileNotFoundError):
         save_moe_layers({LAYER: layer}, folder, tmp_path / "nowhere" / "new")
     assert os.listdir(tmp_path) == ["old"]
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="is there already"):
+        save_moe_layers({LAYER: layer}, folder, "")  # the working folder
+    assert os.listdir(tmp_path / "empty") == []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
