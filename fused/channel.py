@@ -103,7 +103,7 @@ class Transfer:
             PeerTimeout: a peer did not answer within the communicator's timeout. The channel cannot be used any more.
                 On CUDA a later call raises it.
         """
-        if self.result is None:
+        if self.result is None and self.error is None:  # else the channel may be gone
             self.channel.complete(self)
         if self.error is not None:
             raise self.error

@@ -225,7 +225,7 @@ class DeviceChannel(LegTransport):
         except ThinwireError as error:
             transfer.error = error
         finally:
-            self.under_way = transfer.x = None
+            self.under_way = transfer.x = transfer.place = None
 
     def settle(self) -> None:
         """Ends the call under way, if there is one; what it comes to is for its own `wait` to say."""

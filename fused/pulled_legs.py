@@ -227,9 +227,10 @@ class PulledLegs(PulledTransport):
         super().close()
 
     def _cut_off(self) -> None:
-        transfer, self.under_way = self.under_way, None  # at once: another thread may be at it
+        transfer = self.under_way
         if transfer is not None:
-            transfer.error = transfer.error or ThinwireError(CLOSED)
+            transfer.error = transfer.error or ThinwireError(CLOSED)  # first: another thread may be waiting for it
+        self.under_way = None
 
     # -----------------------------------------------------------------------------------------------------------------
     # Collectives
@@ -402,14 +403,17 @@ class PulledLegs(PulledTransport):
             board = self.board  # which keeps the memory mapped
             self._move(transfer)
             del board
-            if transfer.error is None:
-                assert transfer.recv_buffer is not None
-                transfer.result = transfer.recv_buffer.output()
         except ThinwireError as error:
             transfer.error = transfer.error or error
+        if transfer.error is None:
+            assert transfer.recv_buffer is not None
+            try:
+                transfer.result = transfer.recv_buffer.output()
+            except Exception as error:  # for its own `wait`: this may be a later call's
+                transfer.error = error
         if transfer is self.under_way:
             self.under_way = None
-        transfer.x = None
+        transfer.x = transfer.place = None
 
     def _move(self, transfer: Transfer) -> None:
         leg: Leg = transfer.route

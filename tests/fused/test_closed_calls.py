@@ -279,3 +279,35 @@ def test_a_pending_call_outlives_what_its_caller_forgets() -> None:
     gc.collect()
     assert torch.equal(work.wait(), x)
     tw.init().close()
+
+
+def _wait_after_all_else_is_gone(comm: Communicator) -> None:
+    split = comm.split(groups=[[*range(comm.size)]])
+    channel_of(split)
+    work: Any = tw.all_to_all_v(
+        torch.ones(2 * MUCH, 64), [MUCH] * 2, [MUCH] * 2, wire="none", comm=split, transport="direct", async_op=True
+    )
+    comm.barrier()  # of another group: the call stays under way
+    split.close()
+    del split
+    gc.collect()
+    with pytest.raises(ThinwireError, match="closed while this call was under way"):
+        work.wait()
+
+
+def test_a_call_can_be_waited_for_once_its_communicator_is_closed_and_dropped() -> None:
+    run_ranks(_wait_after_all_else_is_gone, 2, timeout=120)
+
+
+def _tensors_of_an_ended_call(comm: Communicator) -> None:
+    x = torch.ones(2, 64)
+    held = weakref.ref(x)
+    work: Any = tw.all_to_all_v(x, [1, 1], wire="none", comm=comm, transport="direct", async_op=True)
+    del x
+    tw.all_to_all_v(torch.ones(2, 64), [1, 1], [1, 1], wire="none", comm=comm, transport="direct")  # ends it
+    gc.collect()
+    assert held() is None and torch.equal(work.wait(), torch.ones(2, 64))
+
+
+def test_a_call_that_a_later_one_has_ended_keeps_no_input() -> None:
+    run_ranks(_tensors_of_an_ended_call, 2, mode="thread", timeout=120)

@@ -43,7 +43,8 @@ RING = 4
 ARRIVED, LATE, ENDED = 0, 1, 2
 #: What a peer says in `ended`.
 GAVE_UP, LEFT = 1, 3
-#: For so long a rank gives way between looks, before it sleeps: to be woken takes some tens of microseconds.
+#: For so long a rank gives way between looks, once in a kernel that finds a line missing and once before it sleeps: to
+#: be woken takes some tens of microseconds.
 YIELD_NS = 100_000
 
 #: What a rank knows of the boards. Behind these numbers lie, an int64 for each rank: which peers are late, and for each

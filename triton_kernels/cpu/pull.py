@@ -159,7 +159,7 @@ def find_slot(pool):
         if not late:
             p.slot = slot
             return True
-        if slot == 0 or marks < least:  # each piece puts at least one line, so marks grow from one to the next
+        if slot == 0 or marks < least:  # marks never fall from one piece to the next; equal ones become free together
             least, oldest = marks, slot
     for peer in range(world):
         mark = load_int64(mark_word(pool, oldest, peer))
