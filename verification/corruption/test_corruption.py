@@ -50,7 +50,8 @@ def test_random_corruption_ends_in_a_result_or_a_named_error(kernels: str, round
     report = json.loads(path.read_text())
     assert report["rounds"] == report["in_time"] == report["returned"] + report["raised_named_errors"] == rounds
     assert not any(report[kind] for kind in ("crashed", "hung", "out_of_bounds", "late", "unexpected", "failures"))
-    wanted = {"CountsError", "PeerTimeout", "RoutingError", "ConfigMismatch"} if rounds > 1000 else {"PeerTimeout"}
+    # Cases go on after CountsError and ConfigMismatch, with the next call.
+    wanted = {"PeerTimeout", "RoutingError", "ThinwireError"} if rounds > 1000 else {"PeerTimeout"}
     assert report["outcomes"].keys() >= wanted
 
 
