@@ -79,11 +79,13 @@ def take_lines(lane):
 
 @kernel
 def tell_kernel(numbers, word):
+    """Puts a line with one word at every rank."""
     tell_all(numbers_at(numbers), word)
 
 
 @kernel
 def take_kernel(numbers):
+    """Takes the next line of every rank, and keeps what it said."""
     take_lines(numbers_at(numbers))
 
 
@@ -362,6 +364,7 @@ def send_sums_kernel(numbers, rows, row_stride, row_count, row_dtype, positions,
 
 @device
 def has_sums(rank, lane):
+    """Whether a rank's last line said that it packed sums."""
     return load_int64(lane.said + 8 * rank) == WITH_SUMS
 
 
