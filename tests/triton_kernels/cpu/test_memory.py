@@ -1,7 +1,5 @@
 """Copies of bytes by numba's kernels, at every alignment and around the lengths where their ways change."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -113,10 +113,10 @@ def stream_blocks(builder, target, source, blocks):
 
 @device
 def stream_bytes(target, source, count):
-    """Copies `count` bytes between places that do not overlap, past the caches; they come before what is stored next.
+    """Copies `count` bytes between places that do not overlap, past the caches; call `finish_stores` afterwards.
 
-    An ordinary store reads the line that it is about to overwrite, and drives out of the cache what might be needed.
-    Where megabytes go to memory that is not in the cache, doing without is faster by half.
+    An ordinary store takes the line that it is about to overwrite out of other caches, reads it, and drives out of its
+    own cache what might be needed. To megabytes, and to what a distant core has read, doing without is faster.
     """
     head = min(count, -target & (_VECTOR_BYTES - 1))
     copy_bytes(target, source, head)
@@ -124,7 +124,6 @@ def stream_bytes(target, source, count):
     stream_blocks(target + head, source + head, blocks)
     done = head + (blocks << _BLOCK_SHIFT)
     copy_bytes(target + done, source + done, count - done)
-    finish_stores()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
