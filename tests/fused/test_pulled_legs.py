@@ -32,10 +32,10 @@ Call = Callable[[str], torch.Tensor]
 
 
 def legs_of(comm: Communicator, piece: int = 4608) -> PulledLegs:
-    """Legs whose odd ranks store past the caches; `look_far` leaves it at that for pieces as short as these."""
+    """Legs whose odd ranks store past the caches."""
     legs = open_legs(comm, piece=piece)
     assert isinstance(legs, PulledLegs)
-    legs._pool_words[POOL.index("far")] = comm.rank % 2
+    legs._pool_words[POOL.index("far")], legs._pool_words[POOL.index("pieces")] = comm.rank % 2, -(1 << 62)
     return legs
 
 
@@ -239,6 +239,17 @@ def refusals(comm: Communicator) -> None:
 
 def test_what_has_no_place_or_no_room_is_refused_and_ranks_go_on() -> None:
     run_ranks(refusals, 2, mode="thread", timeout=60)
+
+
+def wide_sums(comm: Communicator) -> None:
+    legs_of(comm, 1 << 17)
+    wide, x = tw.WireFormat("none", alignment=1 << 15), torch.arange(9000.0) * (comm.rank + 1)
+    got = tw.all_reduce(x, wire="int8", gather_wire=wide, comm=comm, transport="direct")
+    assert_same_bits("wide", tw.all_reduce(x, wire="int8", comm=comm, gather_wire="none", transport="staged"), got)  # type: ignore[arg-type]
+
+
+def test_sums_whose_records_are_longer_than_a_kernels_stack_arrive() -> None:
+    run_ranks(wide_sums, 2, mode="process", timeout=120)
 
 
 @pytest.mark.parametrize("world", [1, 2, 8, 72])

@@ -72,7 +72,7 @@ COUNT, PLACE, PROMISE, SIGNATURE = range(4)
 KIND_BITS = 48
 STREAM_BYTES = 4 << 20  # of exact rows: the output is then larger than the cache that its reader could have it in
 _ROW_BYTES = 16384  # of the longest row that a part's last elements are padded to
-_RECORD_BYTES = _ROW_BYTES + 64  # of the longest record of a sum
+_RECORD_BYTES = _ROW_BYTES + 64  # of the longest record made there; an alignment may be more
 _RANKS_BYTES = 8 * 128
 _LOOK_EVERY, _LOOK_BYTES = 32, 8192  # for `look_far`: pieces, and how much of one
 _NEAR_BYTES_PER_NS = 3.5  # that near peers' lines can at least be overwritten with
@@ -109,7 +109,7 @@ def span(leg, count, number):
     return first, min(first + c.units, everything)
 
 
-@device
+@kernel
 def pack_row(row, dtype, layout, far, record):
     """Packs a row; past the caches, where far peers read it and the record has room on the stack."""
     packed, row_bytes = stack_buffer(_RECORD_BYTES), layout[5]
@@ -197,8 +197,8 @@ def look_far(pool, target):
     Cores with a cache in common do 5 GB/s or more, others 2, but 20 past the caches: slower to read for near peers.
     """
     p = pool_at(pool)
-    p.pieces += 1
-    if p.pieces % _LOOK_EVERY == 3 and p.piece >= 2 * _LOOK_BYTES:
+    p.pieces += 1  # below 0: a test says who is far
+    if p.pieces > 0 and p.pieces % _LOOK_EVERY == 3 and p.piece >= 2 * _LOOK_BYTES:
         now = monotonic_ns()
         copy_bytes(target, target + _LOOK_BYTES, _LOOK_BYTES)
         p.far = (monotonic_ns() - now) * _NEAR_BYTES_PER_NS > _LOOK_BYTES
@@ -350,10 +350,10 @@ def sum_kernel(pool, leg, number, wanted):
         if c.then == 0:
             round_row(total, min(count - row * c.each, c.each), c.out + row * c.each * size, c.out_dtype, saturate)
         elif then.kind == NONE:
-            packed = stack_buffer(_RECORD_BYTES) if p.far else target
+            packed = stack_buffer(_RECORD_BYTES) if p.far and then.row_bytes <= _RECORD_BYTES else target
             round_row(total, c.each, packed, c.dtype, saturate)
             zero_bytes(packed + c.each * c.size, then.row_bytes - c.each * c.size)
-            if p.far:
+            if packed != target:
                 stream_bytes(target, packed, then.row_bytes)
         else:
             # In place: a sum past the largest float32 would make its whole group not-a-number.
