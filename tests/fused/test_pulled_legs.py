@@ -244,8 +244,8 @@ def test_what_has_no_place_or_no_room_is_refused_and_ranks_go_on() -> None:
 def wide_sums(comm: Communicator) -> None:
     legs_of(comm, 1 << 17)
     x, wide = torch.arange(9000.0) * (comm.rank + 1), tw.WireFormat("none", alignment=1 << 15)
-    results: Any = [tw.all_reduce(x, wire="int8", gather_wire=wide, comm=comm, transport=t) for t in ("staged", "direct")]
-    assert torch.equal(*results)
+    options: Any = {"wire": "int8", "gather_wire": wide, "comm": comm}
+    assert torch.equal(*(tw.all_reduce(x, transport=transport, **options) for transport in ("staged", "direct")))
 
 
 def test_sums_whose_records_are_longer_than_a_kernels_stack_arrive() -> None:
