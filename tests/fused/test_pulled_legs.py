@@ -25,7 +25,6 @@ from thinwire.fused.codec import dequantize, quantize
 from thinwire.fused.pulled_legs import NAME, PulledLegs, memory_bytes, open_legs, piece_bytes
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels.cpu import lines
-from thinwire.triton_kernels.cpu.pull import POOL
 
 FLAT = 1024  # elements of a 1-D tensor that are one record
 Call = Callable[[str], torch.Tensor]
@@ -35,7 +34,7 @@ def legs_of(comm: Communicator, piece: int = 4608) -> PulledLegs:
     """Legs whose odd ranks store past the caches."""
     legs = open_legs(comm, piece=piece)
     assert isinstance(legs, PulledLegs)
-    legs._pool_words[POOL.index("far")], legs._pool_words[POOL.index("pieces")] = comm.rank % 2, -(1 << 62)
+    legs.board._words[-comm.size :] = comm.rank % 2 - (1 << 62)
     return legs
 
 

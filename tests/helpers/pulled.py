@@ -53,6 +53,7 @@ def make_lanes(
     lanes = []
     for rank, memory in enumerate(memories):
         words = board_words(heaps.data_ptr(), world, rank, 1)
+        words[-world:] = rank % 2 - (1 << 62)  # odd ranks store past the caches
         lane = PulledLane(
             layout, first, second, rank, align, words.ctypes.data, 0, memory[board:], heaps + board, heaps + board,
             torch.arange(world),

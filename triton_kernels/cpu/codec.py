@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from thinwire.errors import WireFormatError
-from thinwire.triton_kernels.cpu.compat import device
+from thinwire.triton_kernels.cpu.compat import device, kernel
 from thinwire.triton_kernels.cpu.ir.loops import (
     amax_groups,
     decode_groups,
@@ -35,6 +35,7 @@ from thinwire.triton_kernels.cpu.ir.memory import (
     log2,
     stack_buffer,
     store_int32,
+    stream_bytes,
     zero_bytes,
 )
 from thinwire.triton_kernels.cpu.ir.vectors import BFLOAT16, BITS, FLOAT16, FLOAT32, LOW_BITS, NONE, ROTATED
@@ -57,6 +58,8 @@ _WIDE_TILE_BYTES = 4 * _WIDE_TILE
 _BLOCK_BYTES = 4 * BLOCK
 _REST_BYTES = 4 * _LANES
 _WORD = 4
+#: Bytes of the longest record that is made on the stack, if it is to be stored past the caches.
+STACK_RECORD_BYTES = 16384 + 64
 _ZERO = np.float32(0.0)
 _LARGEST_FLOAT32 = np.float32(torch.finfo(torch.float32).max)
 _LARGEST_FLOAT16 = np.float32(torch.finfo(torch.float16).max)
@@ -233,6 +236,22 @@ def round_row(values, columns, out, dtype, saturate):
         rest_out = stack_buffer(_REST_BYTES)
         round_columns(values + 4 * whole, _LANES, rest_out, dtype, saturate)
         copy_bytes(out + whole * size, rest_out, (columns - whole) * size)
+
+
+@kernel
+def pack_row(x, dtype, record, layout, far):
+    """`quantize_row`; past the caches, where far peers read the record, unless it is too long for that."""
+    kind, group, row_scale, hidden, scales_offset, row_bytes = layout
+    size = hidden * element_bytes(dtype)
+    if far and kind == NONE:
+        stream_bytes(record, x, size)
+        zero_bytes(record + size, row_bytes - size)
+        return
+    packed = stack_buffer(STACK_RECORD_BYTES)
+    made = packed if far and row_bytes <= STACK_RECORD_BYTES else record
+    quantize_row(x, dtype, made, layout)
+    if made != record:
+        stream_bytes(record, made, row_bytes)
 
 
 @device

@@ -22,6 +22,7 @@ import numpy as np
 from thinwire.triton_kernels.cpu.compat import device, kernel
 from thinwire.triton_kernels.cpu.ir.memory import (
     add,
+    copy_bytes,
     exchange,
     finish_stores,
     load_acquire,
@@ -47,8 +48,11 @@ GAVE_UP, LEFT = 1, 3
 #: be woken takes some tens of microseconds.
 YIELD_NS = 100_000
 
-#: What a rank knows of the boards. Behind these numbers lie, an int64 for each rank: which peers are late, and for each
-#: channel the lines put and the lines taken.
+_LOOK_EVERY, _LOOK_BYTES = 32, 8192  # for `look_far`: calls, and bytes
+_NEAR_BYTES_PER_NS = 3.5  # that near peers' cache lines can at least be overwritten with
+
+#: What a rank knows of the boards. Behind these numbers lie, an int64 for each rank: which peers are late, for each
+#: channel the lines put and the lines taken, and which are far.
 FIELDS = ("heaps", "world", "rank", "channels")
 board_at = struct_of(*FIELDS)
 
@@ -69,7 +73,7 @@ def first_line(world: int, channels: int, channel: int) -> int:
 
 def board_words(heaps: int, world: int, rank: int, channels: int) -> np.ndarray:
     """Makes the int64 words that kernels take the address of. `heaps` is the address of all boards' addresses."""
-    return np.array([heaps, world, rank, channels, *[0] * (world * (1 + 2 * channels))], np.int64)
+    return np.array([heaps, world, rank, channels, *[0] * (world * (2 + 2 * channels))], np.int64)
 
 
 @device
@@ -96,6 +100,31 @@ def taken_word(address, channel, peer):
     """Where this rank counts the lines that it has taken of a peer."""
     b = board_at(address)
     return address + 8 * (len(FIELDS) + (2 + 2 * channel) * b.world + peer)
+
+
+@device
+def far_word(address, peer):
+    """Where this rank notes whether a peer is far, in the lowest bit, and above it how often it was asked."""
+    b = board_at(address)
+    return address + 8 * (len(FIELDS) + (1 + 2 * b.channels) * b.world + peer)
+
+
+@device
+def look_far(address, peer, target, room):
+    """Whether a peer is far: it takes long to overwrite what it has read. Of this rank: whether any peer is.
+
+    Cores with a cache in common do 5 GB/s or more, others 2, but 20 past the caches: slower to read for near peers. It
+    is tried once in a while, at the first of `room` bytes that this rank is about to fill.
+    """
+    word = far_word(address, peer)
+    asked = load_int64(word) + 2  # below 0: a test says who is far
+    if asked > 0 and asked % (2 * _LOOK_EVERY) // 2 == 3 and room >= 2 * _LOOK_BYTES:
+        now = monotonic_ns()
+        copy_bytes(target, target + _LOOK_BYTES, _LOOK_BYTES)
+        asked &= ~1
+        asked |= (monotonic_ns() - now) * _NEAR_BYTES_PER_NS > _LOOK_BYTES
+    store_int64(word, asked)
+    return asked & 1 != 0
 
 
 @device

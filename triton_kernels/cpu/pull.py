@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from thinwire.triton_kernels.cpu.codec import LAYOUT_FIELDS, element_bytes, quantize_row, round_row
+from thinwire.triton_kernels.cpu.codec import LAYOUT_FIELDS, element_bytes, pack_row, round_row
 from thinwire.triton_kernels.cpu.compat import device, kernel
 from thinwire.triton_kernels.cpu.ir.memory import (
     copy_bytes,
     finish_stores,
     load_int64,
-    monotonic_ns,
     stack_buffer,
     store_int64,
     stream_bytes,
@@ -31,6 +30,7 @@ from thinwire.triton_kernels.cpu.lines import (
     RING,
     board_at,
     heap,
+    look_far,
     next_line,
     number_in,
     open_line,
@@ -42,7 +42,7 @@ from thinwire.triton_kernels.cpu.lines import (
     wake,
 )
 from thinwire.triton_kernels.cpu.pack import unpack_kernel
-from thinwire.triton_kernels.cpu.sums import record_sum
+from thinwire.triton_kernels.cpu.sums import pack_sum_row, record_sum
 
 #: The channel of legs, and slots of a rank's memory: as many lines of a pair as can be under way at once.
 CHANNEL, SLOTS = 0, 4
@@ -51,7 +51,7 @@ assert SLOTS <= RING
 #: What is known of the memory: the board's address, where the slots begin, bytes of a peer's share of a slot, the slot
 #: that is filled next, bytes of the whole memory. Behind it lie, for each peer, how many lines it must have taken
 #: before a slot is free, or -1; and for each slot and peer, how many lines had been put when it was last filled.
-POOL = ("board", "slots", "piece", "slot", "num_bytes", "pieces", "far")
+POOL = ("board", "slots", "piece", "slot", "num_bytes")
 pool_at = struct_of(*POOL)
 
 #: What a leg is: addresses of two tensors; bytes from one of what is counted to the next, in either; whether rows
@@ -72,10 +72,7 @@ COUNT, PLACE, PROMISE, SIGNATURE = range(4)
 KIND_BITS = 48
 STREAM_BYTES = 4 << 20  # of exact rows: the output is then larger than the cache that its reader could have it in
 _ROW_BYTES = 16384  # of the longest row that a part's last elements are padded to
-_RECORD_BYTES = _ROW_BYTES + 64  # of the longest record made there; an alignment may be more
 _RANKS_BYTES = 8 * 128
-_LOOK_EVERY, _LOOK_BYTES = 32, 8192  # for `look_far`: pieces, and how much of one
-_NEAR_BYTES_PER_NS = 3.5  # that near peers' lines can at least be overwritten with
 #: What `sum_kernel` and `take_kernel` return; and `whole_kernel`.
 DONE, BUSY, DIFFERS = 0, 1, 2
 NOTHING, PACKED, TAKEN, ALL = 0, 1, 2, 3
@@ -109,28 +106,18 @@ def span(leg, count, number):
     return first, min(first + c.units, everything)
 
 
-@kernel
-def pack_row(row, dtype, layout, far, record):
-    """Packs a row; past the caches, where far peers read it and the record has room on the stack."""
-    packed, row_bytes = stack_buffer(_RECORD_BYTES), layout[5]
-    made = packed if far and row_bytes <= _RECORD_BYTES else record
-    quantize_row(row, dtype, made, layout)
-    if made != record:
-        stream_bytes(record, made, row_bytes)
-
-
 @device
 def pack_span(leg, rows, count, first, last, far, records):
     """Packs records `first` to before `last` of so many elements; zeros fill up a row that ends early."""
     c = leg_at(leg)
     stride, whole, n = c.step * c.each, min(last, count // c.each), c.row_bytes
     for row in range(first, whole):
-        pack_row(rows + row * stride, c.dtype, layout_of(leg), far, records + (row - first) * n)
+        pack_row(rows + row * stride, c.dtype, records + (row - first) * n, layout_of(leg), far)
     if last > max(first, whole):
         row, rest = stack_buffer(_ROW_BYTES), count % c.each * c.step
         copy_bytes(row, rows + whole * stride, rest)
         zero_bytes(row + rest, stride - rest)
-        pack_row(row, c.dtype, layout_of(leg), far, records + (whole - first) * n)
+        pack_row(row, c.dtype, records + (whole - first) * n, layout_of(leg), far)
 
 
 @device
@@ -191,20 +178,6 @@ def slot_offset(pool):
 
 
 @device
-def look_far(pool, target):
-    """Notes once in a while whether peers are far: whether it takes long to overwrite what one of them has read.
-
-    Cores with a cache in common do 5 GB/s or more, others 2, but 20 past the caches: slower to read for near peers.
-    """
-    p = pool_at(pool)
-    p.pieces += 1  # below 0: a test says who is far
-    if p.pieces > 0 and p.pieces % _LOOK_EVERY == 3 and p.piece >= 2 * _LOOK_BYTES:
-        now = monotonic_ns()
-        copy_bytes(target, target + _LOOK_BYTES, _LOOK_BYTES)
-        p.far = (monotonic_ns() - now) * _NEAR_BYTES_PER_NS > _LOOK_BYTES
-
-
-@device
 def publish(pool, leg, number, slot):
     """Tells all ranks, this one too, of a piece: those that have rows in it, and of the first one everyone.
 
@@ -241,13 +214,12 @@ def send_kernel(pool, leg, number):
     if not find_slot(pool):
         return BUSY
     b, slot = board_at(p.board), slot_offset(pool)
-    look_far(pool, heap(p.board, b.rank) + slot + (0 if c.once else (b.rank + 1) % b.world * p.piece))
     for step in range(b.world if c.once else 1, b.world + 1):  # the own part last, or alone
         peer = (b.rank + step) % b.world
         count, source = of_peer(pool, leg, SEND_COUNT, peer), c.x + of_peer(pool, leg, SEND_PLACE, peer) * c.step
         first, last = span(leg, count, number)
         target = heap(p.board, b.rank) + slot + (0 if c.once else peer * p.piece)
-        far = p.far and (peer != b.rank or c.once)
+        far = (peer != b.rank or c.once) and look_far(p.board, peer, target, p.piece)
         if not c.exact:
             pack_span(leg, source, count, first, last, far, target)
         elif far:
@@ -340,6 +312,7 @@ def sum_kernel(pool, leg, number, wanted):
     slot = slot_offset(pool)
     target = heap(p.board, b.rank) + slot
     then, saturate = leg_at(c.then if c.then else leg), 0 if c.kind == NONE else 1
+    far = c.then and look_far(p.board, b.rank, target, p.piece)
     for peer in range(b.world):
         place = number_in(next_line(p.board, CHANNEL, peer), PLACE)
         place = max(p.slots, min(place, p.num_bytes - (last - first) * c.row_bytes))
@@ -349,16 +322,10 @@ def sum_kernel(pool, leg, number, wanted):
         total = record_sum(np.int64(0), np.int64(1), sources, np.int64(b.world), c.dtype, layout_of(leg), c.scratch)
         if c.then == 0:
             round_row(total, min(count - row * c.each, c.each), c.out + row * c.each * size, c.out_dtype, saturate)
-        elif then.kind == NONE:
-            packed = stack_buffer(_RECORD_BYTES) if p.far and then.row_bytes <= _RECORD_BYTES else target
-            round_row(total, c.each, packed, c.dtype, saturate)
-            zero_bytes(packed + c.each * c.size, then.row_bytes - c.each * c.size)
-            if packed != target:
-                stream_bytes(target, packed, then.row_bytes)
         else:
-            # In place: a sum past the largest float32 would make its whole group not-a-number.
-            round_row(total, c.each, total, FLOAT32, saturate)
-            pack_row(total, FLOAT32, layout_of(c.then), p.far, target)
+            if then.kind != NONE:  # in place: a sum past the largest float32 would make its whole group not-a-number
+                round_row(total, c.each, total, FLOAT32, saturate)
+            pack_sum_row(total, c.dtype, target, layout_of(c.then), saturate, far)
         target += then.row_bytes
         for peer in range(b.world):
             store_int64(sources + 8 * peer, load_int64(sources + 8 * peer) + c.row_bytes)
@@ -403,7 +370,7 @@ def drop_kernel(pool, wanted):
 
 def pool_words(board: int, world: int, slots: int, piece: int, num_bytes: int) -> np.ndarray:
     """Makes the int64 words that kernels take the address of."""
-    return np.array([board, slots, piece, 0, num_bytes, 0, 0, *[-1] * world, *[0] * (world * SLOTS)], np.int64)
+    return np.array([board, slots, piece, 0, num_bytes, *[-1] * world, *[0] * (world * SLOTS)], np.int64)
 
 
 def aligned_slots(board_bytes: int) -> int:

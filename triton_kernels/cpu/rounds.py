@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from thinwire.errors import RoutingError
-from thinwire.triton_kernels.cpu.codec import dequantize_row, element_bytes, quantize_row
+from thinwire.triton_kernels.cpu.codec import dequantize_row, element_bytes, pack_row
 from thinwire.triton_kernels.cpu.compat import device, kernel
 from thinwire.triton_kernels.cpu.ir.memory import (
     copy_bytes,
+    finish_stores,
     load_float32,
     load_int32,
     load_int64,
@@ -39,7 +40,16 @@ from thinwire.triton_kernels.cpu.lane import (
     senders,
     sum_layout_of,
 )
-from thinwire.triton_kernels.cpu.lines import next_line, number_in, open_line, put_line, take_line, wake
+from thinwire.triton_kernels.cpu.lines import (
+    board_at,
+    look_far,
+    next_line,
+    number_in,
+    open_line,
+    put_line,
+    take_line,
+    wake,
+)
 from thinwire.triton_kernels.cpu.sums import (
     AS_THEY_ARE,
     copy_record,
@@ -62,6 +72,7 @@ _ANY = torch.bfloat16  # of kernels that look at no row: every lane has room for
 @device
 def tell_all(lane, word):
     """Puts a line with one word at every peer, and at this rank itself."""
+    finish_stores()  # those past the caches
     for place in range(lane.num_peers):
         store_int64(open_line(lane.board, lane.channel, place) + 8, word)
         put_line(lane.board, lane.channel, place)
@@ -121,12 +132,13 @@ def send_tokens_kernel(numbers, x, x_stride, topk_ids, id_bytes, topk_weights, t
     """This rank's part, and then a line to everyone. `x_stride` is in bytes."""
     lane = numbers_at(numbers)
     part = load_int64(lane.part_ptrs + 8 * lane.rank)
+    far = look_far(lane.board, board_at(lane.board).rank, part + lane.records, lane.max_tokens * lane.record_bytes)
     for token in range(tokens):
         first = token * lane.top_k
         ids, weights = part + lane.ids + 4 * first, part + lane.weights + 4 * first
         if merge_experts(topk_ids + id_bytes * first, id_bytes, topk_weights + 4 * first, lane, ids, weights):
             record = part + lane.records + token * lane.record_bytes
-            quantize_row(x + token * x_stride, lane.dtype, record, record_layout_of(lane))
+            pack_row(x + token * x_stride, lane.dtype, record, record_layout_of(lane), far)
     store_int64(part, tokens)
     tell_all(lane, word)
 
@@ -341,7 +353,9 @@ def send_sums_kernel(numbers, rows, row_stride, row_count, row_dtype, positions,
     lane = numbers_at(numbers)
     own, chosen = load_int64(lane.lane_ptrs + 8 * lane.rank), lane.scratch
     layout, parts = sum_layout_of(lane), chosen + 8 * lane.top_k
+    any_far = look_far(lane.board, board_at(lane.board).rank, own + lane.sums, 0)
     for source in range(lane.world):
+        far = any_far and source != lane.rank
         first_slot = source * lane.max_tokens
         for slot in range(first_slot, first_slot + load_int64(lane.counts + 8 * source)):
             first = slot * lane.top_k
@@ -356,7 +370,7 @@ def send_sums_kernel(numbers, rows, row_stride, row_count, row_dtype, positions,
                 else:
                     named, weights = chosen + 8 * term, factors + 4 * (first + term)
                     total = weighted_sum_row(rows, row_stride, row_dtype, named, weights, each, layout, parts)
-                    pack_sum_row(total, lane.sum_dtype, record, layout)
+                    pack_sum_row(total, lane.sum_dtype, record, layout, 0, far)
             if lane.weight_grads:
                 store_grads(positions + 8 * first, terms, dots, dot_count, own + lane.weight_grads + 4 * first)
     tell_all(lane, WITH_SUMS)

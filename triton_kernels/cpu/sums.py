@@ -13,18 +13,28 @@ import numpy as np
 import torch
 
 from thinwire.triton_kernels.cpu.codec import (
+    STACK_RECORD_BYTES,
     columns_of,
     dequantize_row,
     dtype_code,
+    element_bytes,
     element_kind,
-    quantize_row,
+    pack_row,
     record_layout,
     round_row,
     second_plane,
 )
 from thinwire.triton_kernels.cpu.compat import device, kernel
 from thinwire.triton_kernels.cpu.ir.loops import accumulate_groups, rotate_back
-from thinwire.triton_kernels.cpu.ir.memory import copy_bytes, load_int64, store_float32, store_int64, zero_bytes
+from thinwire.triton_kernels.cpu.ir.memory import (
+    copy_bytes,
+    load_int64,
+    stack_buffer,
+    store_float32,
+    store_int64,
+    stream_bytes,
+    zero_bytes,
+)
 from thinwire.triton_kernels.cpu.ir.vectors import BITS, FLOAT32, NONE, ROTATED
 from thinwire.wire import BLOCK, WireFormat
 
@@ -123,16 +133,22 @@ def copy_record(rows, row_stride, positions, record, layout):
     zero_bytes(record + end, row_bytes - end)
 
 
-@device
-def pack_sum_row(total, dtype, record, layout):
-    """Writes a sum, as `weighted_sum_row` leaves it, as a record, all bytes of it; `none` rounds it to `dtype`."""
+@kernel
+def pack_sum_row(total, dtype, record, layout, saturate, far):
+    """Writes a sum, as `weighted_sum_row` leaves it, as a record, all bytes of it; `none` rounds it to `dtype`.
+
+    `far`: as `pack_row` has it.
+    """
     kind, group, row_scale, hidden, scales_offset, row_bytes = layout
-    if kind == NONE:
-        size = hidden * (4 if dtype == FLOAT32 else 2)
-        round_row(total, hidden, record, dtype, 0)
-        zero_bytes(record + size, row_bytes - size)
-    else:
-        quantize_row(total, FLOAT32, record, layout)
+    if kind != NONE:
+        pack_row(total, FLOAT32, record, layout, far)
+        return
+    size, packed = hidden * element_bytes(dtype), stack_buffer(STACK_RECORD_BYTES)
+    made = packed if far and row_bytes <= STACK_RECORD_BYTES else record
+    round_row(total, hidden, made, dtype, saturate)
+    zero_bytes(made + size, row_bytes - size)
+    if made != record:
+        stream_bytes(record, made, row_bytes)
 
 
 @device
@@ -177,7 +193,7 @@ def pack_weighted_sums_kernel(
         first = r * terms
         named, factors = positions + 8 * first, weights + 4 * first
         total = weighted_sum_row(rows, row_stride, dtype, named, factors, terms, layout, scratch)
-        pack_sum_row(total, record_dtype, records + r * record_stride, layout)
+        pack_sum_row(total, record_dtype, records + r * record_stride, layout, 0, False)
 
 
 @kernel
