@@ -52,12 +52,11 @@ class Op:
         name: of its function, for people.
         legs: ALL_REDUCE, REDUCE_SCATTER or ALL_GATHER.
         cut: see `Cut`; raises CountsError for a tensor that cannot be cut.
-        back: gives what carries gradients back, of x's shape, their wire, the communicator, the transport, and the rows
-            of every rank.
+        transposed: the function that carries gradients back; None where `back` does.
     """
 
-    def __init__(self, name: str, legs: int, cut: Cut, back: Callable[..., Operation]) -> None:
-        self.name, self.back, self.make = name, back, partial(CollectiveCall, name, legs, cut)
+    def __init__(self, name: str, legs: int, cut: Cut, transposed: Callable[..., Any] | None = None) -> None:
+        self.name, self.transposed, self.make = name, transposed, partial(CollectiveCall, name, legs, cut)
 
     def __call__(
         self,
@@ -85,7 +84,7 @@ class Op:
         if not x.requires_grad or not torch.is_grad_enabled():
             return self.run(comm, call, x, out, async_op)
         require_linear(self.name, out, async_op, reduction, x.dtype)
-        back = self.back(call.shape, grad_wire, comm, transport, call.counts)
+        back: Operation = partial(self.back, call, wire=grad_wire, comm=comm, transport=transport)
         return with_gradient(x, partial(self.run, comm, call, out=None, async_op=False), back)
 
     def run(
@@ -119,36 +118,10 @@ class Op:
         carrier: Carrier = call.carrier
         return carrier
 
-
-def _sum(
-    shape: torch.Size, grad_wire: str | WireFormat, comm: Communicator, transport: str, counts: object
-) -> Operation:
-    """Backward: the gradients of all ranks' results, summed in turn."""
-    return partial(all_reduce, wire=grad_wire, comm=comm, transport=transport)
-
-
-def _gather(
-    shape: torch.Size, grad_wire: str | WireFormat, comm: Communicator, transport: str, counts: object
-) -> Operation:
-    """Backward: the gradients of all ranks' rows."""
-    return partial(all_gather, wire=grad_wire, comm=comm, transport=transport)
-
-
-def _scatter(
-    shape: torch.Size, grad_wire: str | WireFormat, comm: Communicator, transport: str, counts: list[int]
-) -> Operation:
-    """Backward: every rank's gradients of this rank's rows, summed in float32 or wider, in ascending rank."""
-    rows = shape[0]
-
-    def back(dy: torch.Tensor) -> torch.Tensor:
-        through = "auto" if transport == "two_level" else transport
-        arrived: Any = all_to_all_v(dy, counts, [rows] * comm.size, wire=grad_wire, comm=comm, transport=through)
-        total = torch.zeros(shape, dtype=torch.promote_types(dy.dtype, torch.float32), device=dy.device)
-        for part in arrived.split(rows) if rows else ():
-            total += part
-        return total.to(dy.dtype)
-
-    return back
+    def back(self, call: CollectiveCall, dy: torch.Tensor, **options: Any) -> Any:
+        """The gradients of x, from those of the result. `options`: wire, comm and transport."""
+        assert self.transposed is not None
+        return self.transposed(dy, **options)
 
 
 @on_communicator
@@ -363,6 +336,17 @@ class _Gather(Op):
                 transport=call.transport, async_op=async_op,
             )  # fmt: skip
 
+    def back(self, call: CollectiveCall, dy: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Every rank's gradients of this rank's rows, summed in float32 or wider, in ascending rank."""
+        rows, size = call.shape[0], len(call.counts)
+        if options["transport"] == "two_level":
+            options["transport"] = "auto"
+        arrived: Any = all_to_all_v(dy, call.counts, [rows] * size, **options)
+        total = torch.zeros(call.shape, dtype=torch.promote_types(dy.dtype, torch.float32), device=dy.device)
+        for part in arrived.split(rows) if rows else ():
+            total += part
+        return total.to(dy.dtype)
+
 
 def _cut_gathered(
     comm: Communicator, shape: torch.Size, counts: Sequence[int]
@@ -384,7 +368,7 @@ def _cut_reduced(comm: Communicator, shape: torch.Size, _: object) -> tuple[Segm
 
 
 #: The table. A row whose legs are no other's has a number in `leg_layout`, too, and a name in `partition`.
-ALL_GATHER = _Gather("all_gather", leg_layout.ALL_GATHER, _cut_gathered, _scatter)
-ALL_GATHER_V = _Gather("all_gather_v", leg_layout.ALL_GATHER, _cut_gathered, _scatter)
-REDUCE_SCATTER = Op("reduce_scatter", leg_layout.REDUCE_SCATTER, _cut_scattered, _gather)
-ALL_REDUCE = Op("all_reduce", leg_layout.ALL_REDUCE, _cut_reduced, _sum)
+ALL_GATHER = _Gather("all_gather", leg_layout.ALL_GATHER, _cut_gathered)
+ALL_GATHER_V = _Gather("all_gather_v", leg_layout.ALL_GATHER, _cut_gathered)
+REDUCE_SCATTER = Op("reduce_scatter", leg_layout.REDUCE_SCATTER, _cut_scattered, all_gather)
+ALL_REDUCE = Op("all_reduce", leg_layout.ALL_REDUCE, _cut_reduced, all_reduce)

@@ -84,7 +84,6 @@ class PulledRounds(PulledTransport, Lanes):
         )  # fmt: skip
         self.begin_rounds(config, reason, backward=layout.WEIGHT_GRADS > 0)
         self.members, self.size = members, comm.size
-        self._ids_are_experts = rounds.ids_are_experts
         self.kernels: Any = rounds
         self._everyone = self.everyone.ctypes.data
         first = aligned(self.board.num_bytes)

@@ -81,7 +81,6 @@ class Rounds:
         self.rounds_begun = [0] * config.lanes
         self.places_of_ids = config.places_of_ids()  # made here, as it is not while a graph is captured
         self._accepted: set[object] = set()  # shapes and dtypes of tokens that were dispatched
-        self._ids_are_experts: Callable[[torch.Tensor, int], bool] | None = None  # where there is a kernel for it
 
     def begin(
         self, lane: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, tag: int
@@ -177,10 +176,6 @@ class Rounds:
         # On CUDA the ids' range would cost a synchronisation: the direct kernels look at it, and `check` tells.
         if self.on_gpu or not topk_ids.numel():
             return
-        look = self._ids_are_experts
-        if look is not None and topk_ids.is_contiguous() and not topk_ids.is_neg():
-            if look(topk_ids, config.num_experts):
-                return
         lowest, highest = (int(bound) for bound in topk_ids.aminmax())
         if lowest < -1 or highest >= config.num_experts:
             raise RoutingError(

@@ -241,13 +241,7 @@ def round_row(values, columns, out, dtype, saturate):
 @kernel
 def pack_row(x, dtype, record, layout, far):
     """`quantize_row`; past the caches, where far peers read the record, unless it is too long for that."""
-    kind, group, row_scale, hidden, scales_offset, row_bytes = layout
-    size = hidden * element_bytes(dtype)
-    if far and kind == NONE:
-        stream_bytes(record, x, size)
-        zero_bytes(record + size, row_bytes - size)
-        return
-    packed = stack_buffer(STACK_RECORD_BYTES)
+    packed, row_bytes = stack_buffer(STACK_RECORD_BYTES), layout[5]
     made = packed if far and row_bytes <= STACK_RECORD_BYTES else record
     quantize_row(x, dtype, made, layout)
     if made != record:

@@ -308,16 +308,6 @@ def copy_records_kernel(numbers, out, row_bytes):
             copy_bytes(out + slot * row_bytes, record_of(slot, lane), row_bytes)
 
 
-@kernel
-def ids_are_experts_kernel(ids, id_bytes, count, num_experts):
-    """Whether all ids at an address are -1 ... num_experts - 1."""
-    fit = True
-    for place in range(count):
-        expert = load_int64(ids + 8 * place) if id_bytes == 8 else np.int64(load_int32(ids + 4 * place))
-        fit &= -1 <= expert < num_experts
-    return fit
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Combine
 
@@ -566,12 +556,3 @@ def sum_for(
     """
     place = out.data_ptr(), out.stride(0) * out.itemsize, 0 if grads is None else grads.data_ptr()
     sum_for_kernel(numbers_of(lane, dtype), source, tokens.data_ptr(), len(tokens), *place)
-
-
-def ids_are_experts(topk_ids: torch.Tensor, num_experts: int) -> bool:
-    """Whether all ids are -1 ... num_experts - 1, of a contiguous int32 or int64 tensor; a tenth of what torch takes.
-
-    Raises TransportUnavailable without numba.
-    """
-    fit: bool = ids_are_experts_kernel(topk_ids.data_ptr(), topk_ids.itemsize, topk_ids.numel(), num_experts)
-    return fit
