@@ -97,7 +97,11 @@ class Posted:
         try:
             self._exchange.complete(self, block_host=block_host)
         except BaseException as error:
-            recorder.ended_by(error)
+            try:
+                recorder.ended_by(error)
+            except BaseException as second:  # from outside, before anything has ended
+                recorder.ended_by(second)
+                raise
             raise
         finally:
             recorder.end_turn()

@@ -299,7 +299,11 @@ class HostCollectives(ABC):
                 if attachment.under_way is not None:
                     attachment.settle()
         except BaseException as error:
-            self.recorder.ended_by(error)
+            try:
+                self.recorder.ended_by(error)
+            except BaseException as second:  # from outside, before anything has ended
+                self.recorder.ended_by(second)
+                raise
             raise
         finally:
             self.recorder.end_turn()

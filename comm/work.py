@@ -89,7 +89,11 @@ class Work(Generic[_T]):
                     self._result = self._finish()
                 self._let_go()
         except BaseException as error:
-            self._fail(error)
+            try:
+                self._fail(error)
+            except BaseException as second:  # from outside, before anything has ended
+                self._fail(second)
+                raise
             raise
         finally:
             if self._recorded is not None:

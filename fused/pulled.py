@@ -183,7 +183,7 @@ class PulledTransport(DirectTransport):
     def await_peers(
         self, channel: int, wanted: int, number: int, phase: int, lane: int | None = None, advice: str = ""
     ) -> None:
-        """Waits for peers' lines or acknowledgements, see `Board.wait`.
+        """Waits for peers' lines or acknowledgements, see `Board.wait`; who has ended, `boards.has_ended` finds.
 
         Args:
             number, phase: of the call and its phase, for people.

@@ -535,7 +535,7 @@ class PulledRows:
         place: Place | None,
         wait: bool,
     ) -> Callable[[], torch.Tensor]:
-        """See `DeviceChannel.begin`."""
+        """Begins a call that is then waited for: into `recv_buffer`, or the one that `place` gives for counts."""
         legs, leg = self._legs, call.route
         if leg is None or not in_memory(x):
             plain, wire, dtype, width = in_memory(x), call.wire, x.dtype, math.prod(call.tail)

@@ -91,12 +91,16 @@ def opaque(function: Callable[_P, _T], find_recorder: FindRecorder | None = None
             # Where nothing is compiled that is called from here, it takes ten microseconds less.
             return function(*args, **kwargs) if get_eval_frame_callback() is None else disabled(*args, **kwargs)
         except BaseException as error:
-            torch._C._set_grad_enabled(gradients)  # which an interrupted no_grad leaves off
-            if recorder is not None and recorder.begun != begun:
-                try:
+            # All of it in a `try`: a second one from outside may come before anything has ended.
+            try:
+                torch._C._set_grad_enabled(gradients)  # which an interrupted no_grad leaves off
+                if recorder is not None and recorder.begun != begun:
                     recorder.ended_by(error)
-                except BaseException:  # a second one from outside, which may have come before anything had ended
-                    recorder.ended_by(error)
+            except BaseException as second:
+                torch._C._set_grad_enabled(gradients)
+                if recorder is not None and recorder.begun != begun:
+                    recorder.ended_by(second)
+                raise
             raise
 
     marked: Any = call  # as `skip` does, which is there only then

@@ -26,6 +26,7 @@ from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.exchange import PeerExchange
 from thinwire.errors import LaneError, PeerTimeout, ThinwireError
+from thinwire.fused.ops import Op
 from thinwire.testing import run_ranks
 from thinwire.triton_kernels.cpu import HAS_NUMBA
 from verification.interrupts.__main__ import run_rank
@@ -155,6 +156,24 @@ def test_an_interrupt_anywhere_gives_no_wrong_result(place: str) -> None:
     assert len(found) == 2 * len(kinds)
     wrong = {cell: key for cell, seen in found.items() for key in seen if key.startswith("WRONG")}
     assert not wrong and any(seen["ended"] for seen in found.values()), wrong
+
+
+def test_a_second_interrupt_while_the_first_is_handled_ends_the_communicator_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    comm, run = tw.init(), Op.run
+
+    def interrupted(*args: Any) -> None:
+        run(*args)
+        monkeypatch.setattr(torch._C, "_set_grad_enabled", mock.Mock(side_effect=[KeyboardInterrupt, None]))
+        raise KeyboardInterrupt  # behind the call, of which its entry's frame knows nothing
+
+    monkeypatch.setattr(Op, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tw.all_reduce(torch.ones(4), wire="none", comm=comm)
+    monkeypatch.undo()
+    with pytest.raises(ThinwireError, match="has ended at this rank"):
+        comm.barrier()
 
 
 def test_what_must_not_be_is_found() -> None:
