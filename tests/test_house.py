@@ -39,8 +39,7 @@ def test_the_wheel_holds_exactly_the_tracked_package_files(wheel: Path) -> None:
         if not (ROOT / path).is_symlink()  # the links to the rooms
     }
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert held == expected
-    assert "thinwire/tools/demo/tiny_moe.safetensors" in held and "thinwire/py.typed" in held
+    assert held == expected >= {"thinwire/tools/demo/tiny_moe.safetensors", "thinwire/py.typed"}
 
 
 @pytest.mark.exhaustive
@@ -49,13 +48,11 @@ def test_the_demo_runs_with_only_the_wheel_from_the_clone_and_from_elsewhere(whe
     zipfile.ZipFile(wheel).extractall(site)
     # As PYTHONPATH, site-packages gives torch but not the editable install: that hangs on a .pth file there.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(site), sysconfig.get_path("purelib")))}
+    code = "import thinwire; print(thinwire.__file__); from thinwire.tools.cli import main; main(['demo', '--help'])"
     for folder in (ROOT, tmp_path):
-        command = [sys.executable, "-S", "-c", "import thinwire; print(thinwire.__file__)"]
-        where = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
-        assert where.stdout.startswith(str(site)), "another thinwire was found"
-        command = [sys.executable, "-S", "-m", "thinwire", "demo", "--help"]
-        shown = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
-        assert "--ranks" in shown.stdout and "--wire" in shown.stdout and "--text" in shown.stdout
+        command = [sys.executable, "-S", "-c", code]
+        shown = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
+        assert shown.startswith(str(site)) and "--ranks" in shown, "another thinwire was found"
 
 
 _BLOCKED = """
@@ -94,32 +91,23 @@ print(len(names))
     assert int(_run_blocked(code)) > 20
 
 
-def test_what_needs_triton_or_numba_says_which_extra_to_install() -> None:
+def test_what_needs_triton_or_numba_says_which_extra_to_install_and_the_reference_can_be_asked_for() -> None:
     code = """
 import torch, thinwire as tw
-try:
-    tw.quantize(torch.zeros(1, 8))
-except tw.TransportUnavailable as error:
-    print(error)
 from thinwire.triton_kernels.pack import pack_rows
-try:
-    pack_rows(torch.zeros(1, 8), tw.WireFormat.parse("int8"), None, torch.zeros(1, 32, dtype=torch.uint8))
-except tw.TransportUnavailable as error:
-    print(error)
+records = torch.zeros(1, 32, dtype=torch.uint8)
+for call in (
+    lambda: print(tw.dequantize(tw.quantize(torch.ones(1, 8)))[0, 0].item()),
+    lambda: pack_rows(torch.zeros(1, 8), tw.WireFormat.parse("int8"), None, records),
+):
+    try:
+        call()
+    except tw.TransportUnavailable as error:
+        print(error)
 """
     numba, triton = _run_blocked(code).splitlines()
     assert "pip install numba" in numba and "pip install triton" in triton
-
-
-@pytest.mark.exhaustive
-def test_without_numba_the_reference_can_be_asked_for() -> None:
-    code = "import torch, thinwire as tw; print(tw.dequantize(tw.quantize(torch.ones(1, 8)))[0, 0].item())"
-    assert abs(float(_run_blocked(code, THINWIRE_BACKEND="torch")) - 1) < 0.004
-
-
-def test_the_picture_of_the_house_is_what_the_sources_say() -> None:
-    command = [sys.executable, "docs/draw_house.py", "--check"]
-    assert subprocess.run(command, cwd=ROOT).returncode == 0, "draw it anew: python docs/draw_house.py"
+    assert abs(float(_run_blocked(code, THINWIRE_BACKEND="torch").splitlines()[0]) - 1) < 0.004
 
 
 def test_triton_kernels_find_a_ranks_memory_in_one_place() -> None:

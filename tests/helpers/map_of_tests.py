@@ -13,9 +13,10 @@ _ROOMS = ("comm", "fused", "moe", "triton_kernels")
 _MOST = 4  # test files that a line names
 #: Modules that only the command imports, which their tests run.
 _BY_COMMAND = {
-    "thinwire.tools.commands.bench": ("tests/bench/test_options.py",),
-    "thinwire.tools.commands.sizes": ("tests/planning/test_plan.py", "tests/warmup/test_warmup.py"),
-    "thinwire.tools.planning.report": ("tests/planning/test_plan.py", "tests/planning/test_fit.py"),
+    "thinwire.tools.bench.plots": ("tests/test_commands.py",),
+    "thinwire.tools.commands.bench": ("tests/test_commands.py",),
+    "thinwire.tools.commands.sizes": ("tests/planning/test_plan.py", "tests/test_commands.py"),
+    "thinwire.tools.planning.report": ("tests/planning/test_plan.py",),
     "thinwire.tools.warmup.compile": ("tests/warmup/test_warmup.py",),
 }
 _HEAD = """# Which tests test which module

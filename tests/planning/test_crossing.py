@@ -1,11 +1,10 @@
-"""What crosses between hosts: as counted message by message, as the closed formula says, and as it was worked out."""
+"""What crosses between hosts: as counted message by message, and as the closed formula says."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
-import runpy
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -33,19 +32,6 @@ def on(hosts: int, each: int) -> Request:
 def leg_of(found: crossing.Crossings, name: str, level: str, wire: str = "int8") -> Crossing:
     (leg,) = (leg for leg in found.legs if (leg.name, leg.level, leg.wire) == (name, level, wire))
     return leg
-
-
-@pytest.mark.parametrize(("hosts", "one", "two"), [(2, 23.7, 7.3), (4, 39.7, 19.7)])
-def test_two_levels_send_the_bytes_that_were_worked_out(hosts: int, one: float, two: float) -> None:
-    found = count_crossings(on(hosts, 8))
-    record, message = 7296, 7376  # of int8; with ids, weights and number
-    for level, kilobytes in (("one level", one), ("two levels", two)):
-        combine, dispatch = (leg_of(found, name, level) for name in ("combine", "dispatch"))
-        assert (combine.message_bytes, dispatch.message_bytes) == (record, message)
-        assert combine.token_bytes == pytest.approx(1e3 * kilobytes, rel=0.01)
-        assert dispatch.token_bytes == pytest.approx(combine.token_bytes * message / record)
-        plain = leg_of(found, "combine", level, "none")
-        assert plain.token_bytes == pytest.approx(combine.token_bytes * 14336 / record)
 
 
 @pytest.mark.parametrize(("hosts", "each"), [(2, 4), (3, 5), (4, 8), (6, 8), (64, 8)])
@@ -107,39 +93,24 @@ def test_the_bytes_are_those_of_every_message(
         assert leg.within == pytest.approx(inside * max(_most(rows["within"], end) for end in (0, 1)))
 
 
-def _balanced(load: np.ndarray, ranks: int) -> list[int]:
-    """The busiest expert first, to the rank that has least so far and is not full."""
-    owners, rows, free = [0] * len(load), [0] * ranks, [len(load) // ranks] * ranks
-    for expert in np.argsort(-load).tolist():
-        rank = min((rank for rank in range(ranks) if free[rank]), key=lambda rank: rows[rank])
-        owners[expert], rows[rank], free[rank] = rank, rows[rank] + int(load[expert]), free[rank] - 1
-    return owners
-
-
-def test_a_balanced_map_is_told_from_contiguous_blocks(tmp_path: Path) -> None:
+def test_a_map_of_experts_is_told_from_contiguous_blocks(tmp_path: Path) -> None:
     load = expert_load([draw_ids("zipf:0.6", 256, 8, 16)], 256)
-    owners = _balanced(load, 16)
+    owners = [0] * 256
+    for place, expert in enumerate(np.argsort(-load).tolist()):  # the busiest ones forth and back over the ranks
+        owners[expert] = place % 16 if place // 16 % 2 == 0 else 15 - place % 16
     skewed, found = (count_crossings(REQUEST, "zipf:0.6", given) for given in (None, owners))
     assert skewed.imbalance == skewed.contiguous == found.contiguous > 1.3 > 1.2 > found.imbalance
-    at = ("combine", "one level")
-    assert leg_of(found, *at).imbalance < leg_of(skewed, *at).imbalance
+    one, two = (leg_of(skewed, "combine", level).imbalance for level in ("one level", "two levels"))
+    assert leg_of(found, "combine", "one level").imbalance < one > two
     file = tmp_path / "map.json"
     file.write_text(json.dumps(owners))
     assert count_crossings(REQUEST, "zipf:0.6", file) == found
-
-
-def test_two_levels_even_out_what_a_busy_rank_gets() -> None:
-    found = count_crossings(on(4, 8), "zipf:1")
-    one, two = (leg_of(found, "combine", level) for level in ("one level", "two levels"))
-    assert one.imbalance > 3 and two.imbalance < 1.2
 
 
 def test_the_demo_routes_as_its_card_says() -> None:
     ids = draw_ids("demo", 8, 2, 4)
     (most,) = re.findall(r"held-out \| [\d.]+% to ([\d.]+)%", TINY_MOE_PATH.with_name("MODEL_CARD.md").read_text())
     assert 100 * expert_load([ids], 8).max() / ids.size == pytest.approx(float(most), abs=0.1)
-    with pytest.raises(ArgumentError, match="demo with 8 of 256 experts, expected --experts 8 --top-k 2"):
-        count_crossings(REQUEST, "demo")
 
 
 def test_one_host_has_one_level_and_nothing_crosses() -> None:
@@ -180,15 +151,3 @@ def test_the_command_counts_what_crosses_for_hosts_by_ranks(capsys: pytest.Captu
     assert f"two levels would send {found.form} messages: {found.host_share:.4f} of tokens go to a host" in text
     assert main([*sizes, "--ranks", "32", "--hosts", "4"]) == 0
     assert "two levels" not in capsys.readouterr().out
-
-
-def test_the_page_shows_what_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    docs = Path(__file__).parents[2] / "docs"
-    script, page = runpy.run_path(str(docs / "write_slow_links.py")), (docs / "slow-links.md").read_text()
-    assert script["page"]() == page and script["table"]() in page, "write it: python docs/write_slow_links.py"
-    (command,) = re.findall(r"`(thinwire plan [^`]*--hosts [^`]*)`", page)
-    assert main([*command.split()[1:], "--wire", "int8", "--json", "-"]) == 0
-    legs = json.loads(capsys.readouterr().out)["crossings"]["legs"]
-    (leg,) = (leg for leg in legs if (leg["name"], leg["level"], leg["wire"]) == ("combine", "two levels", "int8"))
-    within, between = re.findall(r"(\d+) MB", page)
-    assert (f"{leg['within'] / 1e6:.0f}", f"{leg['sent'] / 1e6:.0f}") == (within, between)

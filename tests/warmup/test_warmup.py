@@ -21,7 +21,6 @@ import torch
 import triton
 
 import thinwire as tw
-from tests.gpu.warm import configurations
 from tests.helpers.round_kernels import rounds_of_triton
 from tests.helpers.rounds import make_lanes
 from tests.helpers.speeds import exhaustive_but
@@ -33,7 +32,6 @@ from thinwire.fused.collective import DirectCollectives, collective_layout
 from thinwire.fused.device_channel import DeviceChannel
 from thinwire.moe.config import ParallelSettings
 from thinwire.testing import run_ranks
-from thinwire.tools.cli import main
 from thinwire.tools.warmup.compile import _Later, collect, find_target
 from thinwire.tools.warmup.configuration import Configuration
 from thinwire.tools.warmup.cpu import cpu_kernels
@@ -57,6 +55,7 @@ class Sizes:
     id_dtype: torch.dtype = torch.int64
     align: int = 1
     backward: bool = False
+    rank: int = 0
 
     def configuration(self, **changed: Any) -> Configuration:
         settings = ParallelSettings.of(
@@ -66,12 +65,12 @@ class Sizes:
         made = Configuration(settings, 4, self.dtype, self.backward)
         return replace(made, settings=replace(settings, **changed))
 
-    def launch(self, rank: int = 0) -> None:
-        """One round of one rank, on tensors that have memory."""
+    def __call__(self, comm: Communicator | None = None) -> None:
+        """Launches one round of one rank, on tensors that have memory."""
         lane = make_lanes(
             4, 13, 3, 512, 24, self.wire, align=self.align, dtype=self.dtype,
             weight_grads=self.backward,
-        )[rank]  # fmt: skip
+        )[self.rank]  # fmt: skip
         x, ids = torch.zeros(7, 512, dtype=self.dtype), torch.zeros(7, 3, dtype=self.id_dtype)
         grads = (lane.weights, ids.float()) if self.backward else (None, None)
         dispatch.send_tokens(lane, x, ids, ids.float(), tag=9)
@@ -86,14 +85,6 @@ class Sizes:
         dispatch.close_round(lane)
 
 
-ROUNDS = [
-    Sizes(),
-    Sizes(dtype=torch.float16),
-    Sizes("none", torch.float32, torch.int32, align=16),
-    Sizes("int8:row", backward=True),
-]
-
-
 def _collected(comm: Communicator, configuration: Configuration) -> set[str]:
     return set(collect(configuration.launch, find_target("sm_90")))
 
@@ -104,10 +95,6 @@ def _asked_for(comm: Communicator, call: Callable[[Communicator], None]) -> set[
     with stub_driver(), triton.AsyncCompileMode(_Later()) as mode:
         call(comm)
     return {sha256(key.encode()).hexdigest() for key in mode.future_kernels}
-
-
-def _wanted(comm: Communicator, sizes: Sizes, rank: int) -> set[str]:
-    return _asked_for(comm, lambda comm: sizes.launch(rank))
 
 
 def _round(comm: Communicator) -> None:
@@ -160,24 +147,51 @@ def _int8_experts(comm: Communicator) -> None:
         expert_gemm(inner, INNER_WIRE, None, offsets, Int8Weights.of(experts.transpose(1, 2)), out)
 
 
-@pytest.mark.parametrize(
-    ("call", "beside", "least"),
-    [
-        (_round, {}, 10),
-        (_collectives, {"collectives": True}, 18),
-        (_channel, {"all_to_all_v": True}, 9),
-        (_int8_experts, {"int8_experts": 96}, 6),
-    ],
-    ids=["round", "collectives", "all-to-all-v", "int8-experts"],
-)
+ROUNDS = [
+    Sizes(),
+    Sizes(rank=3),
+    Sizes(dtype=torch.float16),
+    Sizes("none", torch.float32, torch.int32, align=16),
+    Sizes("int8:row", backward=True),
+]
+#: Calls, what they need, and how many kernels they launch at least.
+CALLS: list[tuple[Callable[[Communicator], None], dict[str, Any], int]] = [
+    (_round, {}, 10),
+    (_collectives, {"collectives": True}, 18),
+    (_channel, {"all_to_all_v": True}, 9),
+    (_int8_experts, {"int8_experts": 96}, 6),
+]
+
+
+def _found(call: Callable[[Communicator], None], configuration: Configuration) -> tuple[set[str], set[str]]:
+    """The kernels that a call asks for, and those that are compiled ahead."""
+    env = {LAUNCHES_VARIABLE: "one"}
+    (collected,) = run_ranks(_collected, 1, configuration, env=env)
+    (asked,) = run_ranks(_asked_for, 1, call, env=env)
+    return asked, collected
+
+
+@pytest.mark.parametrize("sizes", exhaustive_but(ROUNDS[:1], ROUNDS), ids=str)
+@needs_stub
+def test_every_kernel_of_a_round_is_among_them_by_its_key(sizes: Sizes) -> None:
+    asked, collected = _found(sizes, sizes.configuration())
+    assert len(asked) == 10 and asked <= collected
+
+
+@pytest.mark.parametrize(("call", "beside", "least"), CALLS, ids=[call.__name__ for call, *_ in CALLS])
 @needs_stub
 def test_calls_of_the_library_ask_for_nothing_else(
     call: Callable[[Communicator], None], beside: dict[str, Any], least: int
 ) -> None:
-    env = {LAUNCHES_VARIABLE: "one"}
-    (collected,) = run_ranks(_collected, 1, replace(Sizes().configuration(), ranks=1, **beside), env=env)
-    (asked,) = run_ranks(_asked_for, 1, call, env=env)
+    asked, collected = _found(call, replace(Sizes().configuration(), ranks=1, **beside))
     assert len(asked) >= least and asked <= collected
+
+
+@pytest.mark.parametrize("changed", [{"max_tokens": 25}, {"align": 2}, {"num_experts": 14}], ids=str)
+@needs_stub
+def test_what_kernels_know_at_compile_time_must_be_what_ranks_have(changed: dict[str, int]) -> None:
+    asked, collected = _found(Sizes(), Sizes().configuration(**changed))
+    assert not asked <= collected
 
 
 def _compiled(comm: Communicator, sizes: Sizes, folder: str) -> list[tuple[str, bool]]:
@@ -191,89 +205,34 @@ def _compiled(comm: Communicator, sizes: Sizes, folder: str) -> list[tuple[str, 
     triton.knobs.cache.dir, triton.knobs.compilation.listener = folder, listen
     with stub_driver() as stub:
         before = stub.num_launches
-        sizes.launch()
+        sizes()
         assert stub.num_launches - before == len(found)
     return found
 
 
-@pytest.mark.parametrize("rank", exhaustive_but([0], [0, 3]))
-@pytest.mark.parametrize("sizes", exhaustive_but(ROUNDS[:1], ROUNDS), ids=str)
-@needs_stub
-def test_every_kernel_of_a_round_is_among_them_by_its_key(sizes: Sizes, rank: int) -> None:
-    (collected,) = run_ranks(_collected, 1, sizes.configuration())
-    (wanted,) = run_ranks(_wanted, 1, sizes, rank)
-    assert len(wanted) == 10 and wanted <= collected
-
-
-@pytest.mark.parametrize("changed", [{"max_tokens": 25}, {"align": 2}, {"num_experts": 14}], ids=str)
-@needs_stub
-def test_what_kernels_know_at_compile_time_must_be_what_ranks_have(changed: dict[str, int]) -> None:
-    (collected,) = run_ranks(_collected, 1, Sizes().configuration(**changed))
-    (wanted,) = run_ranks(_wanted, 1, Sizes(), 0)
-    assert not wanted <= collected
+def _warmed(*options: str, cache: Path | None = None) -> str:
+    """What the command prints."""
+    command = [sys.executable, "-m", "thinwire", "warmup", *SIZES, *options]
+    environment = os.environ | ({} if cache is None else {"TRITON_CACHE_DIR": str(cache)})
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.exhaustive
 @needs_stub
 def test_a_round_after_it_compiles_nothing_and_before_it_everything(tmp_path: Path) -> None:
-    sizes, folder = Sizes(), tmp_path / "cache"
-    options = ["--wire", sizes.wire, "--arch", "sm_90", "--jobs", "2"]
-    command = [sys.executable, "-m", "thinwire", "warmup", *SIZES, *options]
-    done = subprocess.run(
-        command, env=os.environ | {"TRITON_CACHE_DIR": str(folder)}, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"MiB in {folder}" in done.stdout and " and 0 found there" in done.stdout
-    (found,) = run_ranks(_compiled, 1, sizes, str(folder))
-    assert len(found) == 10 and all(hit for _, hit in found), found
-    (found,) = run_ranks(_compiled, 1, sizes, str(tmp_path / "other"))
-    assert len(found) == 10 and not any(hit for _, hit in found), found
-    again = subprocess.run(
-        command, env=os.environ | {"TRITON_CACHE_DIR": str(folder)}, capture_output=True, text=True, timeout=300
-    )
-    assert again.returncode == 0 and "\n0 compiled and " in again.stdout
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--arch", "h100"], "arch is 'h100', expected one such as sm_90"),
-        (["--arch", "gfx942"], "arch is 'gfx942', and this PyTorch is not for ROCm: expected one such as sm_90"),
-        (["--arch", "sm_80", "--wire", "fp8"], "wire format 'fp8' needs a GPU of compute capability 8.9 or newer"),
-        (["--arch", "sm_90", "--wire", "int9"], "int9"),
-        (["--arch", "sm_90", "--jobs", "0"], "jobs is 0, expected an int of at least 1"),
-        (["--arch", "sm_90", "--ranks", "73", "--transport", "direct"], "takes up to 72 ranks, and here are 73"),
-        ([], "no GPU to compile for: name an arch, such as sm_90"),
-        (["--heap", "disk"], "heap is 'disk', expected one of cuda, posix, threads"),
-        (["--heap", "posix", "--arch", "sm_90"], "arch is sm_90 and heap posix, which is for CPU ranks"),
-        (["--arch", "sm_90", "--int8-experts", "64", "--wire", "int4"], "cannot be multiplied in int8"),
-        (["--arch", "sm_90", "--transport", "two_level"], "two levels compile at their first call"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_compiled_is_refused_by_name_before_anything_is(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["warmup", *SIZES, *options]) == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_a_compiler_that_ends_its_process_is_told_of_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["warmup", *SIZES, "--arch", "sm_10", "--jobs", "1"]) == 2
-    assert "sm_10: a compiling process ended" in capsys.readouterr().err.splitlines()[-1]
+    options, cache = ["--wire", "int8", "--arch", "sm_90", "--jobs", "2"], tmp_path / "cache"
+    printed = _warmed(*options, cache=cache)
+    assert f"MiB in {cache}" in printed and " and 0 found there" in printed
+    for folder, there in (cache, True), (tmp_path / "other", False):
+        (found,) = run_ranks(_compiled, 1, Sizes(), str(folder))
+        assert len(found) == 10 and all(hit == there for _, hit in found), found
+    assert "\n0 compiled and " in _warmed(*options, cache=cache)
 
 
 @pytest.mark.exhaustive
 def test_kernels_for_cpu_ranks_are_all_there_after_it() -> None:
-    command = [sys.executable, "-m", "thinwire", "warmup", *SIZES, "--heap", "posix"]
-    done = [subprocess.run(command, capture_output=True, text=True, timeout=300) for _ in range(2)]
-    assert [each.returncode for each in done] == [0, 0], done[0].stderr
-    found = re.search(r"of any sizes: 0 compiled and (\d+) found there", done[1].stdout)
+    _warmed("--heap", "posix")
+    found = re.search(r"of any sizes: 0 compiled and (\d+) found there", _warmed("--heap", "posix"))
     assert found is not None and int(found[1]) == len(cpu_kernels()) > 20
-
-
-@pytest.mark.exhaustive
-def test_what_tests_on_gpus_launch_is_known_without_one() -> None:
-    wanted = [*configurations()]
-    for configuration in (wanted[0], wanted[-1]):
-        assert len(run_ranks(_collected, 1, configuration)[0]) >= 20
