@@ -14,24 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.files import kill_marked, marked
+
 _LIMIT = 240.0  # seconds; kernels may have to be compiled before a stage is reached
 _SETTLING = 30.0  # seconds that an ended process may take to be gone
 _DEMO = ("demo", "--ranks", "2", "--wire", "int8")
 #: What shells show as 130: the status, or where Python saw the interrupt in an extension module's import, the signal.
 _STATUSES = (130, -signal.SIGINT)
-
-
-def _marked(mark: str) -> list[int]:
-    """Processes that have the mark in their environment, as all have that the command started."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            running = (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-            if running and mark.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-        except OSError:
-            continue  # it has ended, or is another user's
-    return found
 
 
 @contextmanager
@@ -49,8 +38,7 @@ def _started(command: tuple[str, ...], tmp_path: Path) -> Iterator[tuple[subproc
     try:
         yield process, mark
     finally:
-        for pid in _marked(mark):
-            os.kill(pid, signal.SIGKILL)
+        kill_marked(mark)
         process.communicate()
 
 
@@ -93,7 +81,7 @@ def test_ctrl_c_ends_a_command_in_one_line(command: tuple[str, ...], stage: str,
         assert [line for line in told if line not in stages] == ["thinwire: stopped"]
         assert process.returncode in _STATUSES
         deadline = time.monotonic() + _SETTLING
-        while left := _marked(mark):
+        while left := marked(mark):
             assert time.monotonic() < deadline, f"still running: {left}"
             time.sleep(0.05)
 

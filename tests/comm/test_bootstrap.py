@@ -255,6 +255,7 @@ def test_a_second_init_returns_the_first_communicator_or_refuses_to_change_it(al
         ({"timeout": 6.0}, "timeout=6.0"),
         ({"device": "cuda"}, "device='cuda'"),
         ({"rank": 1, "world_size": 2}, "rank=1, world_size=2"),
+        ({"rank": 1, "world_size": 2, "domain": "another"}, "rank=1, world_size=2"),
     ):
         with pytest.raises(ThinwireError, match=rf"close\(\) that one before asking for {told}"):
             init(**arguments)

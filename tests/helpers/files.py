@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,27 @@ def shared_files() -> list[str]:
     """
     own = re.compile(rf"thinwire|(?<![0-9a-zA-Z]){os.getpid()}(?![0-9a-zA-Z])")
     return [name for name in os.listdir("/dev/shm") if own.search(name) and not name.startswith("sm_segment")]
+
+
+def marked(mark: str) -> list[int]:
+    """Processes that have the mark in their environment, as all have that were started with it."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            running = (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+            if running and mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue  # it has ended, or is another user's
+    return found
+
+
+def kill_marked(mark: str) -> None:
+    """Kills them, and those that they start meanwhile."""
+    while found := marked(mark):
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def resident_bytes() -> int:

@@ -75,23 +75,16 @@ def _insert(state: State, instruction: Instruction) -> Step:
 
 
 def _permute(state: State, instruction: Instruction) -> Step:
-    """`prmt`: four of the eight bytes of b:a, by a selector, or as a mode says by its low two bits."""
-    a, b, selector = (state.source(operand, "u32") for operand in instruction.operands[1:4])
-    mode = instruction.opcode[2] if len(instruction.opcode) > 2 else None
-    modes = {
-        "f4e": (0x3210, 0x4321, 0x5432, 0x6543), "b4e": (0x5670, 0x6701, 0x7012, 0x0123),
-        "rc8": (0x0000, 0x1111, 0x2222, 0x3333), "ecl": (0x3210, 0x3211, 0x3222, 0x3333),
-        "ecr": (0x0000, 0x1110, 0x2210, 0x3210), "rc16": (0x1010, 0x3232, 0x1010, 0x3232),
-    }  # fmt: skip
-    if mode is not None and mode not in modes:
+    """`prmt`: four of the eight bytes of b:a, by a selector."""
+    if len(instruction.opcode) > 2:
         raise PtxError(f"not built: {instruction.text}")
+    a, b, selector = (state.source(operand, "u32") for operand in instruction.operands[1:4])
 
     def permuted() -> np.ndarray:
         both = b.astype(np.uint64) << np.uint64(32) | a
-        chosen = selector if mode is None else np.array(modes[mode], np.uint32)[selector & np.uint32(3)]
         result = np.zeros(state.size, np.uint32)
         for place in range(4):
-            which = chosen >> np.uint32(4 * place) & np.uint32(15)
+            which = selector >> np.uint32(4 * place) & np.uint32(15)
             octet = (both >> (np.uint64(8) * (which & np.uint32(7)).astype(np.uint64)) & np.uint64(255)).astype(
                 np.uint32
             )
@@ -119,51 +112,10 @@ def _logic(state: State, instruction: Instruction) -> Step:
     return state.emit(instruction.operands[0], "u32", combined)
 
 
-def _dot(state: State, instruction: Instruction) -> Step:
-    """`dp4a`: a sum of four products of bytes, and c."""
-    first, second = instruction.opcode[-2:]
-    views = []
-    for operand, kind in zip(instruction.operands[1:3], (first, second), strict=True):
-        source = np.broadcast_to(state.source(operand, "u32"), state.size)
-        views.append((source, np.int8 if kind == "s32" else np.uint8))
-    c = state.source(instruction.operands[3], "u32")
-
-    def summed() -> np.ndarray:
-        a, b = (np.ascontiguousarray(source).view(octet).reshape(-1, 4).astype(np.int64) for source, octet in views)
-        return ((a * b).sum(1) + c).astype(np.uint32)
-
-    return state.emit(instruction.operands[0], "u32", summed)
-
-
-def _leading(x: np.ndarray) -> np.ndarray:
-    """Zeros in front of the highest bit that is set."""
-    bits, count = 8 * x.itemsize, np.zeros(len(x), np.uint32)
-    for place in range(bits):
-        count[(x >> x.dtype.type(place)) != 0] = place + 1
-    return np.uint32(bits) - count
-
-
-def _reversed(x: np.ndarray) -> np.ndarray:
-    bits, result = 8 * x.itemsize, np.zeros_like(x)
-    for place in range(bits):
-        result |= (x >> x.dtype.type(place) & x.dtype.type(1)) << x.dtype.type(bits - 1 - place)
-    return result
-
-
-def _count(function: Callable[[np.ndarray], np.ndarray]) -> Builder:
-    """Counts bits, into 32 bits whatever the type."""
-
-    def build(state: State, instruction: Instruction) -> Step:
-        value = state.source(instruction.operands[1], "u" + instruction.type[1:])
-        return state.emit(instruction.operands[0], "u32", lambda: function(value).astype(np.uint32))
-
-    return build
-
-
-def _reverse(state: State, instruction: Instruction) -> Step:
-    """`brev`: the first bit is the last."""
-    value = state.source(instruction.operands[1], instruction.type)
-    return state.emit(instruction.operands[0], instruction.type, _reversed, value)
+def _count(state: State, instruction: Instruction) -> Step:
+    """`popc`: how many bits are set, in 32 bits whatever the type."""
+    value = state.source(instruction.operands[1], "u" + instruction.type[1:])
+    return state.emit(instruction.operands[0], "u32", lambda: np.bitwise_count(value).astype(np.uint32))
 
 
 BITS: dict[str, Builder] = {
@@ -172,8 +124,5 @@ BITS: dict[str, Builder] = {
     "bfi": _insert,
     "prmt": _permute,
     "lop3": _logic,
-    "dp4a": _dot,
-    "popc": _count(np.bitwise_count),
-    "clz": _count(_leading),
-    "brev": _reverse,
+    "popc": _count,
 }

@@ -40,38 +40,25 @@ FORMATS = {
     "e4m3": Format(8, 3, 0x7E, 0x7F, None),
     "e5m2": Format(8, 2, 0x7B, 0x7F, 0x7C),
 }
-ROUNDINGS = ("rn", "rna", "rz", "rm", "rp")
 
 
-def rounded_integer(x: np.ndarray, rounding: str) -> np.ndarray:
-    """float64 to integers as float64: to nearest, ties to even or (`rna`) away; to zero, down, up."""
-    if rounding == "rna":
-        # A half is added exactly below 2**52, above which there are integers alone.
-        return np.where(np.abs(x) < 2.0**52, np.trunc(x + np.copysign(0.5, x)), x)
-    return {"rn": np.rint, "rz": np.trunc, "rm": np.floor, "rp": np.ceil}[rounding](x)
-
-
-def narrow(x: np.ndarray, name: str, rounding: str = "rn", saturate: bool = False, relu: bool = False) -> np.ndarray:
-    """float64 to the bits of a format, rounded once; `saturate` keeps what is not NaN finite, `relu` not negative."""
+def narrow(x: np.ndarray, name: str, saturate: bool = False) -> np.ndarray:
+    """float64 to the nearest in a format, half to even, as bits; `saturate` keeps what is not NaN finite."""
     form = FORMATS.get(name)
-    if form is None or rounding not in ROUNDINGS:
-        raise PtxError(f"not built: .{rounding} to {name}")
-    x = np.where(x < 0, 0.0, x) if relu else x  # a NaN stays
+    if form is None:
+        raise PtxError(f"not built: to {name}")
     _, exponent = np.frexp(np.where(np.isfinite(x), x, 0.0))
     exponent = np.where(x == 0, form.least_exponent, exponent)
     unit = np.maximum(exponent - 1 - form.fraction, form.least_exponent)
     with np.errstate(invalid="ignore", over="ignore"):
-        units = np.abs(rounded_integer(np.ldexp(x, -unit), rounding))
+        units = np.abs(np.rint(np.ldexp(x, -unit)))
     # Units of a binade count on from the binade before, and a carry goes into the exponent.
     finite = np.isfinite(x)
     with np.errstate(invalid="ignore"):
         bits = np.where(finite, units, 0).astype(np.int64)
     bits += (unit - form.least_exponent).astype(np.int64) << form.fraction
-    away = (rounding in ("rn", "rna")) | ((rounding == "rm") & (x < 0)) | ((rounding == "rp") & (x > 0))
     past = form.largest if saturate else form.nan if form.infinity is None else form.infinity
-    over = bits > form.largest
-    bits = np.where(over, np.where(away, past, form.largest), bits)
-    bits = np.where(np.isinf(x), past, bits)
+    bits = np.where((bits > form.largest) | np.isinf(x), past, bits)
     bits |= np.signbit(x).astype(np.int64) << (form.bits - 1)
     return np.where(np.isnan(x), form.nan, bits).astype(form.unsigned)
 
@@ -90,25 +77,3 @@ def widen(bits: np.ndarray, name: str) -> np.ndarray:
         x = np.where(magnitude == form.infinity, np.inf, x)
     x = np.where(magnitude > (form.largest if form.infinity is None else form.infinity), np.nan, x)
     return np.where(bits >> (form.bits - 1) == 1, -x, x)
-
-
-def sum_to_odd(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """x + y in float64, such that rounding it once more, to 51 bits or fewer, rounds the exact sum.
-
-    What is not exact gets an odd last bit: it then lies on no tie of the second rounding, and on the exact sum's side.
-    """
-    with np.errstate(invalid="ignore", over="ignore"):
-        total = x + y
-        # Knuth's two-sum: what the addition has lost, exactly.
-        part = total - x
-        lost = (x - (total - part)) + (y - part)
-    bits = total.view(np.int64)
-    inexact = np.isfinite(total) & (lost != 0) & (bits & 1 == 0)
-    step = np.where((lost > 0) == (total > 0), 1, -1)
-    return np.where(inexact, bits + step, bits).view(np.float64)
-
-
-def fused_multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a * b + c of values of float32 or narrower, as float64, that rounds to such a format as the exact one does."""
-    with np.errstate(invalid="ignore"):
-        return sum_to_odd(a * b, c)

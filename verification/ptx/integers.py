@@ -58,6 +58,8 @@ def _high(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def _multiply(state: State, instruction: Instruction) -> Step:
     """`mul` and `mad` of integers: .lo, .hi and .wide."""
     kind, opcode = instruction.type, instruction.opcode
+    if opcode[0] == "mul" and kind == "f32":
+        return FLOATS["mul"](state, instruction)
     result = f"{kind[0]}{16 * width_of(kind)}" if "wide" in opcode else kind
     a, b = (state.source(operand, kind) for operand in instruction.operands[1:3])
     if "wide" in opcode:
@@ -76,12 +78,6 @@ def _multiply(state: State, instruction: Instruction) -> Step:
         return state.emit(instruction.operands[0], result, product, a, b)
     c = state.source(instruction.operands[3], result)
     return state.emit(instruction.operands[0], result, lambda: product(a, b) + c)
-
-
-def _multiplication(state: State, instruction: Instruction) -> Step:
-    if instruction.type[0] in "su":
-        return _multiply(state, instruction)
-    return FLOATS[instruction.name](state, instruction)
 
 
 def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -207,8 +203,8 @@ INTEGERS: dict[str, Builder] = {
     "abs": _either(np.abs, 1),
     "div": _either(_quotient, 2),
     "rem": _lanewise(_remainder, 2),
-    "mul": _multiplication,
-    "mad": _multiplication,
+    "mul": _multiply,
+    "mad": _multiply,
     "and": _logical(np.bitwise_and, np.logical_and, 2),
     "or": _logical(np.bitwise_or, np.logical_or, 2),
     "xor": _logical(np.bitwise_xor, np.logical_xor, 2),

@@ -35,8 +35,7 @@ BRANCH = 8
 _WORD = 4  # published; taken for all integers, logic and floats of 32 bits
 _PREDICATE = 13  # until a predicate can be used
 _BY_NAME = {
-    "setp": _PREDICATE, "shfl": 24, "redux": 24, "vote": 14, "match": 28,
-    "popc": 14, "clz": 14, "brev": 14, "rcp": 40, "sqrt": 60, "dp4a": _WORD, "nanosleep": 40,
+    "setp": _PREDICATE, "shfl": 24, "redux": 24, "popc": 14, "nanosleep": 40,
 }  # fmt: skip
 _FREE = ("mov", "cvta", "ret", "exit")  # registers are renamed, parameters are operands
 _WITHOUT_TARGET = ("st", "red", "fence", "membar", "bar", "barrier", "bra", "ret", "exit", "nanosleep", "stmatrix")

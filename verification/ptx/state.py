@@ -34,8 +34,8 @@ def dtype_of(kind: str) -> Any:
     """The numpy dtype of a type; packed and 16-bit floats are unsigned integers."""
     if kind == "pred":
         return np.bool_
-    if kind in ("f32", "f64"):
-        return {"f32": np.float32, "f64": np.float64}[kind]
+    if kind == "f32":
+        return np.float32
     return (SIGNED if kind[0] == "s" else UNSIGNED)[width_of(kind)]
 
 

@@ -58,26 +58,6 @@ def test_reductions_are_of_a_warp() -> None:
         assert got.tolist() == np.repeat(expected, 32).tolist(), name
 
 
-def test_votes_and_matches_are_of_a_warp() -> None:
-    small = VALUES % np.uint32(4)
-    small[32:] = 3
-    for mode in ("all", "any", "uni"):
-        got = evaluate(f"setp.eq.u32 %p1, {{a}}, 3; vote.sync.{mode}.pred %p2, %p1, -1; selp.u32 {{d}}, 1, 0, %p2;",
-                       small)  # fmt: skip
-        for warp in range(2):
-            votes = [value == 3 for value in small[32 * warp : 32 * warp + 32].tolist()]
-            expected = {"all": all(votes), "any": any(votes), "uni": len(set(votes)) == 1}[mode]
-            assert got[32 * warp : 32 * warp + 32].tolist() == [int(expected)] * 32
-    ballot = evaluate("setp.eq.u32 %p1, {a}, 3; vote.sync.ballot.b32 {d}, %p1, -1;", small)
-    matched = evaluate("match.sync.any.b32 {d}, {a}, -1;", small)
-    alike = evaluate("match.sync.all.b32 {d}|%p1, {a}, -1;", small)
-    for thread in range(64):
-        warp = small[thread // 32 * 32 :][:32].tolist()
-        assert ballot[thread] == sum(1 << lane for lane in range(32) if warp[lane] == 3)
-        assert matched[thread] == sum(1 << lane for lane in range(32) if warp[lane] == small[thread])
-        assert alike[thread] == (2**32 - 1 if len(set(warp)) == 1 else 0)
-
-
 def test_members_are_those_who_come() -> None:
     half = "setp.lt.u32 %p1, %r31, 16; @%p1 redux.sync.add.s32 {d}, {a}, 0x0000FFFF; @!%p1 mov.u32 {d}, 0;"
     ones = np.ones(32, np.uint32)

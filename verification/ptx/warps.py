@@ -1,4 +1,4 @@
-"""What threads of a warp do together: shuffles, votes, reductions, and matrices to and from shared memory."""
+"""What threads of a warp do together: shuffles, reductions, and matrices to and from shared memory."""
 
 from __future__ import annotations
 
@@ -80,53 +80,6 @@ def _reduce(state: State, instruction: Instruction) -> Step:
     return step
 
 
-def _vote(state: State, instruction: Instruction) -> Step:
-    """`vote.sync`: .all, .any, .uni and .ballot."""
-    mode = instruction.opcode[2]
-    name = instruction.operands[1]
-    value = state.source(name.lstrip("!"), "pred")
-    target = state.target(instruction.operands[0], "u32" if mode == "ballot" else "pred")
-    check = _members(state, instruction, instruction.operands[2])
-
-    def step(mask: Mask) -> None:
-        check(mask)
-        here = np.ones(state.size, bool) if mask is True else mask
-        votes = (~value if name.startswith("!") else value).reshape(-1, 32)
-        counted = here.reshape(-1, 32)
-        yes, no = votes & counted, ~votes & counted
-        if mode == "ballot":
-            result = (yes.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(1, dtype=np.uint32)
-        else:
-            result = {"all": ~no.any(1), "any": yes.any(1), "uni": ~(yes.any(1) & no.any(1))}[mode]
-        np.copyto(target, np.repeat(result, 32), where=mask)
-
-    return step
-
-
-def _match(state: State, instruction: Instruction) -> Step:
-    """`match.sync`: which members have one's value (.any), or all of them if they have one value (.all)."""
-    names = [name.strip() for name in instruction.operands[0].split("|")]
-    target = state.target(names[0], "u32")
-    predicate = state.target(names[1], "pred") if len(names) > 1 else None
-    value = state.source(instruction.operands[1], instruction.type)
-    check = _members(state, instruction, instruction.operands[2])
-
-    def step(mask: Mask) -> None:
-        check(mask)
-        here = (np.ones(state.size, bool) if mask is True else mask).reshape(-1, 32)
-        values = value.reshape(-1, 32)
-        same = (values[:, :, None] == values[:, None, :]) & here[:, None, :]
-        lanes = (same.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(2, dtype=np.uint32)
-        if "all" in instruction.opcode:
-            alike = same.sum(2) == here.sum(1)[:, None]
-            lanes = np.where(alike, lanes, np.uint32(0))
-            if predicate is not None:
-                np.copyto(predicate, alike.ravel(), where=mask)
-        np.copyto(target, lanes.ravel(), where=mask)
-
-    return step
-
-
 def _matrices(stores: bool) -> Builder:
     """`ldmatrix` and `stmatrix`: 8x8 matrices of 16 bits in shared memory, a row at the address of a lane each.
 
@@ -179,8 +132,6 @@ def _matrices(stores: bool) -> Builder:
 WARPS: dict[str, Builder] = {
     "shfl": _shuffle,
     "redux": _reduce,
-    "vote": _vote,
-    "match": _match,
     "ldmatrix": _matrices(stores=False),
     "stmatrix": _matrices(stores=True),
 }
