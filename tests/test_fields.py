@@ -60,61 +60,6 @@ def test_tuples_become_lists() -> None:
     assert decode(encode((1, ("a",)), (int, (str,))), (int, (str,)), "rank 0") == [1, ["a"]]
 
 
-@pytest.mark.parametrize(
-    ("value", "shape"),
-    [
-        (1, str),
-        (True, int),
-        (1, bool),
-        (1.0, int),
-        (2**63, int),
-        (2**63, float),
-        (float("nan"), float),
-        (float("inf"), float),
-        (b"bytes", str),
-        ({1: 2}, {str: int}),
-        ([1, "a"], [int]),
-        ([1], (int, int)),
-        ({"a": 1}, [int]),
-        ([1], {str: int}),
-        (object(), str),
-        (None, OneOf(int, [int])),
-    ],
-)
-def test_what_does_not_fit_is_not_sent(value: object, shape: Any) -> None:
-    with pytest.raises(TypeError, match="cannot be sent to peers as"):
-        encode(value, shape)
-
-
-REFUSED = {
-    "a pickle": (b"\x80\x04cposix\nsystem\n(S'true'\ntR.", int, "not JSON"),
-    "nothing": (b"", int, "not JSON"),
-    "cut short": (b'["a', int, "not JSON"),
-    "two values": (b"1 2", int, "not JSON"),
-    "not UTF-8": (b'"\xff"', int, "not JSON"),
-    "UTF-16": ('"abc"'.encode("utf-16"), int, "not JSON"),
-    "deep lists": (b"[" * 200_000, int, "not JSON"),
-    "65 bits": (str(2**63).encode(), int, "sent 9223372036854775808, expected int"),
-    "infinity": (b"Infinity", float, "sent inf, expected float"),
-    "NaN": (b"NaN", float, "sent nan, expected float"),
-    "a bool": (b"true", int, "expected int"),
-    "text": (b'"1"', int, "expected int"),
-    "too short a list": (b"[1]", (int, int), r"sent \[1\], expected \(int, int\)"),
-    "too long a list": (b"[1,2,3]", (int, int), r"expected \(int, int\)"),
-    "an object of others": (b'{"a":1}', {str: str}, r"expected \{str: str\}"),
-    "a list of others": (b"[1]", [str | None], r"expected \[str \| None\]"),
-    "none of several": (b"[1,2]", OneOf((str, str), (int,)), r"expected \(str, str\) or \(int,\)"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_message_that_does_not_fit_is_refused_by_name(name: str) -> None:
-    message, shape, told = REFUSED[name]
-    with pytest.raises(ThinwireError, match=f"rank 3 .*{told}") as caught:
-        decode(message, shape, "rank 3")
-    assert len(str(caught.value)) < 500 and str(caught.value).isprintable()
-
-
 FIELD = {
     "text": (
         text_of(3),
@@ -159,13 +104,7 @@ def _tell(comm: Communicator) -> list[Any]:
     value = {"rank": [comm.rank], "text": ["x" * 1000 * comm.rank]}
     found = comm.all_gather_data(value, {str: [OneOf(int, str)]})
     assert found == [{"rank": [rank], "text": ["x" * 1000 * rank]} for rank in range(comm.size)]
-    with pytest.raises(TypeError, match="'7' cannot be sent to peers as int"):
-        comm.all_gather_data("7", int)
-    with pytest.raises(ThinwireError, match=f"at most {MOST_BYTES} can be sent"):
-        comm.all_gather_data("x" * MOST_BYTES, str)
-    with pytest.raises(ThinwireError, match=f"at most {MOST_BYTES} can be sent"):
-        comm.require_same("a thing", {"text": "x" * MOST_BYTES})
-    return comm.all_gather_data((comm.rank, None), (int, str | None))  # the ranks are still in step
+    return comm.all_gather_data((comm.rank, None), (int, str | None))
 
 
 @pytest.mark.parametrize("mode", ["process", "thread"])

@@ -16,13 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import thinwire as tw
 from tests.helpers.speeds import exhaustive_but
 from thinwire.comm import Communicator
 from thinwire.comm.exact import ONE_STEP_BYTES, takes_two_steps
 from thinwire.comm.threads import ThreadWorld
 from thinwire.comm.work import Work
-from thinwire.errors import ArgumentError, CountsError, PeerTimeout, ThinwireError
+from thinwire.errors import PeerTimeout, ThinwireError
 from thinwire.testing import run_ranks
 
 SLACK = 2.0  # seconds past its timeout within which a wait must have ended
@@ -329,67 +328,6 @@ def test_tensors_that_want_gradients_are_written_and_get_no_history():
     assert run_ranks(reduce, 2, mode="thread") == [([2.0] * 3, None, [4.0] * 3, False)] * 2
 
 
-@torch.inference_mode()
-def made_in_inference_mode():
-    return torch.zeros(4, 4)
-
-
-def freed():
-    x = torch.zeros(4, 4)
-    x.untyped_storage().resize_(0)
-    return x
-
-
-#: What cannot be filled, and what the error says.
-UNFILLABLE = {
-    "of inference mode": (made_in_inference_mode, "was made in inference mode.*clone"),
-    "a view of that": (lambda: made_in_inference_mode()[:], "was made in inference mode"),
-    "expanded": (lambda: torch.zeros(4, 1).expand(4, 4), "elements share memory"),
-    "overlapping": (lambda: torch.zeros(7).as_strided((4, 4), (1, 1)), "elements share memory"),
-    "freed": (freed, "has no memory"),
-    "of zeros alone": (lambda: torch._efficientzerotensor(4, 4), "has no memory"),
-}
-
-
-def fill(comm):
-    """All calls that write into a caller's tensor refuse it by its name, and go on as if nothing had been."""
-    x, peer = torch.ones(4, 4), 1 - comm.rank
-    for kind, (make, told) in UNFILLABLE.items():
-        for async_op in (False, True):
-            calls = {
-                "tensor": (
-                    lambda y, later: comm.all_reduce(y, async_op=later),
-                    lambda y, later: comm.reduce(y, comm.rank, async_op=later),
-                    lambda y, later: comm.broadcast(y, peer, async_op=later),
-                    lambda y, later: comm.scatter(y, [x, x] if comm.rank == 0 else None, async_op=later),
-                ),
-                "output": (
-                    lambda y, later: comm.reduce_scatter(y, [x, x], async_op=later),
-                    lambda y, later: comm.all_to_all_v(y, x, async_op=later),
-                ),
-                "tensor_list": (lambda y, later: comm.all_gather([x.clone(), y], x, async_op=later),),
-                "gather_list": (lambda y, later: comm.gather(x, [x.clone(), y], dst=comm.rank, async_op=later),),
-                "output_tensor_list": (lambda y, later: comm.all_to_all([x.clone(), y], [x, x], async_op=later),),
-            }
-            for name, called in calls.items():
-                for call in called:
-                    with pytest.raises(ArgumentError, match=f"{name}.* {told}"):
-                        call(make(), async_op)
-        for out in () if kind in ("expanded", "overlapping") else (make(),):  # others must be contiguous, and say so
-            for function in (tw.all_reduce, tw.all_to_all_v):
-                for transport in ("direct", "staged"):
-                    with pytest.raises(ArgumentError, match=f"out {told}"):
-                        function(x, out=out, wire="none", transport=transport, comm=comm)
-    with torch.inference_mode():
-        comm.all_reduce(y := made_in_inference_mode())
-    assert not y.any()
-    check_moves(comm, "nothing was sent before")
-
-
-def test_what_cannot_be_filled_is_refused_before_anything_is_sent():
-    run_ranks(fill, 2, mode="thread", timeout=60)
-
-
 LIBM = ctypes.CDLL(None)
 FE_DOWNWARD = 0x400 if platform.machine() == "x86_64" else 0x800000  # of x86, and of ARM
 
@@ -420,70 +358,6 @@ def test_exact_sums_are_the_same_bits_where_one_rank_flushes_subnormals_or_round
     first, second = run_ranks(sums_in_other_arithmetic, 2, mode="thread")
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
-def refuse(comm):
-    x, size, rank = torch.zeros(4), comm.size, comm.rank
-    lists = [torch.zeros(4) for _ in range(size)]
-    cases = [
-        (comm.all_reduce, ([1.0],), ArgumentError, "tensor is a list; a torch.Tensor is needed"),
-        (comm.all_reduce, (x, "median"), ArgumentError, "op is 'median', expected one of sum, prod, min, max, avg"),
-        (comm.all_reduce, (x, dist.ReduceOp.BOR), ArgumentError, "expected one of sum"),
-        (comm.all_reduce, (x.int(), "avg"), ArgumentError, "op 'avg' does not take torch.int32; it takes float16"),
-        (comm.all_reduce, (x.to(torch.complex64), "max"), ArgumentError, "does not take torch.complex64"),
-        (comm.all_reduce, (x.to(torch.float8_e4m3fn),), ArgumentError, "does not take torch.float8_e4m3fn"),
-        (
-            comm.all_reduce,
-            (x.to("meta"),),
-            ArgumentError,
-            "tensor lives on meta",
-        ),
-        (comm.all_reduce, (x.to_sparse(),), ArgumentError, "torch.sparse_coo"),
-        (comm.broadcast, (x.to(torch.complex64).conj(), 0), ArgumentError, r"pass resolve_conj\(\)"),
-        (comm.reduce, (x, size), ArgumentError, f"dst is {size}, expected a rank .* from 0 to {size - 1}"),
-        (comm.reduce, (x, True), ArgumentError, "dst is True"),
-        (comm.broadcast, (x, -1), ArgumentError, "src is -1"),
-        (comm.broadcast, (x, "0"), ArgumentError, "src is '0'"),
-        (comm.all_gather, (lists[1:], x), CountsError, "tensor_list has 1 tensors, expected one for each of the 2"),
-        (comm.all_gather, (torch.zeros(2, 4), x), ArgumentError, "tensor_list is a Tensor, expected a list of 2"),
-        (comm.all_gather, (lists, x[:3]), CountsError, r"tensor_list\[0\] has shape \(4,\), expected tensor's, \(3,\)"),
-        (comm.all_gather, (lists, x.int()), ArgumentError, r"tensor_list\[0\] is torch.float32, but tensor is .*int32"),
-        (comm.gather, (x, None if rank == 0 else lists, 0), ArgumentError, "gather_list is .* expected a list on rank"),
-        (comm.scatter, (x, None if rank == 1 else lists, 1), ArgumentError, "scatter_list is .* on rank"),
-        (comm.reduce_scatter, (x, lists[1:]), CountsError, "input_list has 1 tensors"),
-        (
-            comm.reduce_scatter,
-            (x[:2], lists),
-            CountsError,
-            rf"input_list\[{rank}\] has shape \(4,\), expected output's",
-        ),
-        (comm.all_to_all, (lists, lists[:1]), CountsError, "input_tensor_list has 1 tensors"),
-        (comm.all_to_all, (lists, [x[:1], x[:1]]), CountsError, "sends to itself"),
-        (comm.all_to_all_v, (x[:3], x), CountsError, "output has 3 rows, which 2 ranks cannot share equally"),
-        (comm.all_to_all_v, (x, x, None, [1, 2]), CountsError, "input_split_sizes is .*, 3 rows .* but input has 4"),
-        (comm.all_to_all_v, (x, x, [4], None), CountsError, r"output_split_sizes is \[4\], expected 2 ints"),
-        (comm.all_to_all_v, (x, x, None, [-1, 5]), CountsError, r"input_split_sizes\[0\] is -1"),
-        (comm.all_to_all_v, (x[0], x), CountsError, "output has no dimensions"),
-        (comm.all_to_all_v, (x.view(4, 1), x), CountsError, r"output has rows of shape \(1,\), but input has \(\)"),
-        (comm.all_to_all_v, (x.int(), x), ArgumentError, "output is torch.int32, but input is torch.float32"),
-        (comm.all_to_all_v, (x, x, [3, 1] if rank == 0 else [1, 3], [1, 3]), CountsError, "output_split_sizes"),
-    ]
-    for number, (call, arguments, kind, told) in enumerate(cases):
-        if call == comm.all_to_all_v and arguments[-1] == [1, 3] and rank == 1:
-            continue
-        with pytest.raises(kind, match=told) as caught:
-            call(*arguments)
-        assert isinstance(caught.value, ThinwireError) and isinstance(caught.value, ValueError), number
-    check_moves(comm, "nothing was sent before")
-    with Communicator(comm.group) if not comm.in_process else comm as other:
-        pass
-    with pytest.raises(ThinwireError, match="closed"):
-        other.all_reduce(x)
-
-
-@pytest.mark.parametrize("mode", ["process", "thread"])
-def test_unusable_arguments_are_refused_by_name_before_anything_is_sent(mode):
-    run_ranks(refuse, 2, mode=mode)
 
 
 CALLS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.comm.layout import Layout, TensorLayout, as_tensor_layout, plan_redistribute
-from thinwire.errors import LayoutError
 
 CUBE = Layout((2, 2, 2), name=("dp", "sp", "mp"))
 
@@ -73,49 +71,6 @@ def test_parts_tile_the_tensor_and_are_repeated_evenly(layout: TensorLayout) -> 
         covered[part] += 1
     assert (covered == layout.size // math.prod(layout.cuts)).all()
     assert layout.full_shape(layout.shard_shape(shape)) == shape
-
-
-REFUSED = {
-    "a size below 1": (lambda: Layout((2, 0), ("a", "b")), "device_matrix is (2, 0), expected ints of at least 1"),
-    "a size that is no int": (lambda: Layout((2.0,), ("a",)), "device_matrix is (2.0,)"),  # type: ignore[arg-type]
-    "too few names": (lambda: Layout((2, 2), ("a",)), "2 axes are named ('a',), expected as many"),
-    "a name twice": (lambda: Layout((2, 2), ("a", "a")), "expected as many others"),
-    "an axis called None": (lambda: Layout((2,), ("None",)), "1 axes are named ('None',)"),
-    "a matrix that is no tuple": (lambda: Layout(8, ("a",)), "device_matrix is 8"),  # type: ignore[arg-type]
-    "an unknown axis": (
-        lambda: CUBE("tp", "None"),
-        "'tp' is no axis of Layout(dp=2, sp=2, mp=2); its axes are 'dp', 'sp', 'mp'",
-    ),
-    "an axis twice": (lambda: CUBE("mp", ("sp", "mp")), "'mp' is used twice, in ('mp', 'sp', 'mp')"),
-    "an axis twice in one dimension": (lambda: CUBE(("mp", "mp")), "'mp' is used twice"),
-    "None among axes": (lambda: CUBE(("mp", "None")), "'None' is no axis"),
-    "a dimension that is None": (lambda: CUBE(None), "None is no axis"),  # type: ignore[arg-type]
-    "a partial axis that cuts": (lambda: CUBE("mp").partial("mp"), "'mp' is used twice, in ('mp', 'mp')"),
-    "an unknown partial axis": (lambda: CUBE("mp").partial("ep"), "'ep' is no axis"),
-    "a partial axis twice": (lambda: CUBE("mp").partial("sp", "sp"), "used twice"),
-    "a shape of other dimensions": (
-        lambda: CUBE("mp", "sp").shard_shape((4,)),
-        "2 dimensions, but the shape is [4]",
-    ),
-    "an uneven cut": (
-        lambda: CUBE("None", ("mp", "sp")).slices((3, 6), 0),
-        "dimension 1 has 6 elements, which cannot be cut into 4 equal parts",
-    ),
-    "a rank too high": (lambda: CUBE.coordinates(8), "rank is 8, expected 0 to 7"),
-    "a negative rank": (lambda: CUBE("mp").slices((2,), -1), "rank is -1"),
-    "a strategy that does not divide": (lambda: as_tensor_layout((3, 1), 8), "(3, 1) is no layout over 8 ranks"),
-    "a strategy of zeros": (lambda: as_tensor_layout((0,), 8), "(0,) is no layout"),
-    "a layout of other ranks": (lambda: as_tensor_layout(CUBE("mp"), 4), "for 8 ranks, but there are 4"),
-    "no layout at all": (lambda: as_tensor_layout("mp", 8), "'mp' is no layout"),  # type: ignore[arg-type]
-    "two strategies": (lambda: plan_redistribute((4,), (4,), (2,)), "size must say how many ranks"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_makes_no_sense_is_refused_and_named(case: str) -> None:
-    call, message = REFUSED[case]
-    with pytest.raises(LayoutError, match=re.escape(message)):
-        call()
 
 
 CHOICES = {

@@ -117,73 +117,6 @@ def change(table, **changes):
 DEVICE = "server_list__0__device__1"
 
 
-@pytest.mark.parametrize(
-    ("table", "told"),
-    [
-        ([1], "rank_table is a list, expected a path or a dict"),
-        ({}, "no field 'server_list'; it has nothing"),
-        (change(ONE_SERVER, server_list=...), "no field 'server_list'; it has version, server_count, status"),
-        (change(ONE_SERVER, server_list=..., group_list=[]), "no field 'server_list'; it has .*group_list"),
-        (change(ONE_SERVER, version="2.0"), "version is '2.0', expected one of 1.0, 1.2"),
-        (change(ONE_SERVER, status="initializing"), "status is 'initializing', expected 'completed'"),
-        (change(ONE_SERVER, server_list={}), "server_list is {}, expected a list of 1 to"),
-        (change(ONE_SERVER, server_list=[]), r"server_list is \[\], expected a list of 1 to"),
-        (change(ONE_SERVER, server_count="2"), "server_count is 2, but server_list has 1 entries"),
-        (change(ONE_SERVER, server_count="many"), "server_count is 'many', expected a whole number"),
-        (change(ONE_SERVER, server_list__0="a"), r"server_list\[0\]: 'a', expected an object"),
-        (change(ONE_SERVER, server_list__0__server_id=...), r"server_list\[0\]: no field 'server_id'; it has device"),
-        (change(ONE_SERVER, server_list__0__server_id=7), "server_id is 7, expected a string"),
-        (change(ONE_SERVER, server_list__0__server_id=" "), "server_id is ' ', expected a string that is not empty"),
-        (change(TWO_SERVERS, server_list__1__server_id="node_0"), "server_id 'node_0' appears twice"),
-        (change(TWO_SERVERS, server_list__1__host_ip=1), "host_ip is 1, expected a string"),
-        (change(ONE_SERVER, server_list__0__device=...), r"server_list\[0\]: no field 'device'; it has server_id"),
-        (change(ONE_SERVER, server_list__0__device=None), "device is None, expected a list"),
-        (change(ONE_SERVER, **{DEVICE: 3}), r"server_list\[0\]: device\[1\]: 3, expected an object"),
-        (
-            change(ONE_SERVER, **{f"{DEVICE}__rank_id": ...}),
-            r"device\[1\]: no field 'rank_id'; it has device_id, device_ip",
-        ),
-        (change(ONE_SERVER, **{f"{DEVICE}__device_id": ...}), r"device\[1\]: no field 'device_id'"),
-        (change(ONE_SERVER, **{f"{DEVICE}__rank_id": "-1"}), "rank_id is '-1', expected a whole number of at least 0"),
-        (change(ONE_SERVER, **{f"{DEVICE}__rank_id": "9" * 5000}), "rank_id is '9999.*, expected a whole number"),
-        (change(ONE_SERVER, **{f"{DEVICE}__rank_id": True}), "rank_id is True"),
-        (change(ONE_SERVER, **{f"{DEVICE}__rank_id": 1.0}), "rank_id is 1.0"),
-        (change(ONE_SERVER, **{f"{DEVICE}__device_ip": 5}), "device_ip is 5, expected a string"),
-        (
-            change(ONE_SERVER, **{f"{DEVICE}__device_id": "0"}),
-            r"server_list\[0\], server 10.155.111.140: device_id 0 appears twice",
-        ),
-        (change(ONE_SERVER, **{f"{DEVICE}__rank_id": "3"}), "rank_id 3 appears twice"),
-        (
-            change(ONE_SERVER, **{f"{DEVICE}__rank_id": "9"}),
-            "has 4 ranks, expected rank_id 0 to 3; missing: 1; found: 0, 2, 3, 9",
-        ),
-    ],
-)
-def test_what_is_wrong_with_a_table_is_said(table, told):
-    with pytest.raises(RankTableError, match=told) as caught:
-        discover({"RANK_ID": "0"}, rank_table=table)
-    assert isinstance(caught.value, ThinwireError) and isinstance(caught.value, ValueError)
-
-
-@pytest.mark.parametrize(
-    ("environ", "arguments", "told"),
-    [
-        ({}, {}, "has 4 ranks, and nothing says which .* pass rank=, or set RANK_ID"),
-        ({"RANK_ID": "4"}, {}, "has no rank 4, it has ranks 0 to 3"),
-        ({}, {"rank": -1}, "has no rank -1"),
-        ({"RANK_ID": "x"}, {}, "RANK_ID is 'x'"),
-        ({"RANK_ID": "0"}, {"world_size": 8}, "world_size is 8, but the rank table that was passed has 4 ranks"),
-        ({"RANK_ID": "0", "RANK_SIZE": "8"}, {}, "RANK_SIZE is 8, but"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, {}, "WORLD_SIZE is 2, but"),
-        ({"RANK_ID": "0", "MASTER_PORT": "0"}, {}, "MASTER_PORT is 0"),
-    ],
-)
-def test_a_process_that_does_not_fit_the_table_is_told_what_to_set(environ, arguments, told):
-    with pytest.raises(ThinwireError, match=told):
-        discover(environ, rank_table=ONE_SERVER, **arguments)
-
-
 def test_files_are_read_and_named_when_they_cannot_be(tmp_path):
     path = tmp_path / "hccl.json"
     path.write_text(json.dumps(ONE_SERVER))
@@ -202,21 +135,6 @@ def test_files_are_read_and_named_when_they_cannot_be(tmp_path):
         file.truncate(LONGEST_FILE + 1)
     with pytest.raises(RankTableError, match=f"hccl.json: cannot be read: .*longer than {LONGEST_FILE} bytes"):
         RankTable.load(path)
-
-
-@pytest.mark.parametrize("place", ["/dev/zero", "/tmp"])
-def test_what_is_no_regular_file_is_not_read(place):
-    with pytest.raises(RankTableError, match="cannot be read: .*not a regular file"):
-        RankTable.load(place)
-
-
-def test_odd_ranks_and_paths_are_refused():
-    for rank in ("0", None, 1.0, True, 2**70, -1, 4):
-        with pytest.raises(RankTableError, match="has no rank"):
-            RankTable.load(ONE_SERVER).entry(rank)
-    for path, told in ((7, "rank_table is a int"), (b"1", "rank_table is a bytes"), ("a\0b", "cannot be read")):
-        with pytest.raises(RankTableError, match=told):
-            RankTable.load(path)
 
 
 def test_on_cuda_the_tables_device_is_taken(monkeypatch):

@@ -532,23 +532,6 @@ def test_threads_shrink_too() -> None:
     assert run_ranks(return_early_or_shrink, 3, mode="thread") == [(), ((0,), 0, 2), ((0,), 1, 2)]
 
 
-def refuse(comm: Communicator) -> None:
-    for lost in ([comm.size], [-1], [True], ["1"], 1, "1", [1.0]):
-        with pytest.raises(ArgumentError, match="expected None or ranks of this communicator, ints from 0 to 1"):
-            comm.shrink(lost)  # type: ignore[arg-type]
-    with pytest.raises(ThinwireError, match=f"rank {comm.rank} of 2 is itself one of the ranks that are lost"):
-        comm.shrink(lost=range(2))
-    comm.barrier()
-    comm.close()
-    with pytest.raises(ThinwireError, match="closed"):
-        comm.shrink()
-
-
-@pytest.mark.parametrize("mode", ["process", "thread"])
-def test_what_is_no_rank_is_refused_and_nothing_happens(mode: str) -> None:
-    run_ranks(refuse, 2, mode=mode)
-
-
 def shrink_and_count(comm: Communicator) -> None:
     comm = Communicator(comm.group)
 

@@ -20,7 +20,7 @@ from thinwire import first_run
 from thinwire.comm.agreement import boards, standby
 from thinwire.comm.agreement.boards import CONNECT_SECONDS, LOST, Address, Boards, Notes, Unanswered
 from thinwire.comm.agreement.standby import Standby
-from thinwire.errors import ArgumentError, PeerTimeout, ThinwireError
+from thinwire.errors import PeerTimeout, ThinwireError
 from thinwire.fields import decode
 
 
@@ -346,11 +346,6 @@ def test_who_misses_nobody_and_meets_one_that_does_learns_who_is_lost() -> None:
     first, second, _, last = Linked.several(4)
     end(last)
     assert vote([second, first], [[3], []], pause=0.3) == [(3,)] * 2
-
-
-def test_a_quorum_is_one_of_two() -> None:
-    with pytest.raises(ArgumentError, match="quorum is 'half', expected None, 'any' or 'majority'"):
-        standby.resolve_quorum("half")
 
 
 def test_the_last_to_vote_finds_the_verdict_of_those_that_have_ended_meanwhile() -> None:

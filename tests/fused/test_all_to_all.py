@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import time
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ from tests.helpers.speeds import exhaustive_but
 from tests.helpers.wires import assert_same_bits, relative_error
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.work import Work
-from thinwire.errors import ArgumentError, CountsError, PeerTimeout, TransportUnavailable, WireFormatError
+from thinwire.errors import CountsError, PeerTimeout, TransportUnavailable
 from thinwire.fused import staged
 from thinwire.fused.all_to_all import all_to_all_v, open_channel
 from thinwire.fused.codec import dequantize, quantize
@@ -202,93 +200,15 @@ def test_quantized_moves_equal_slicing_of_the_quantised_rows_in_any_number_of_pi
     run_ranks(_quantized_moves, size, transport, piece_bytes, timeout=120)
 
 
-def _bad_input(comm: Communicator, warm: bool) -> None:
-    x, ones = torch.zeros(4, 8), [1] * comm.size
-    shared = np.zeros(64, np.float32)
-    from_shared, of_shared = torch.from_numpy(shared[:32]).view(4, 8), torch.from_numpy(shared[24:56]).view(4, 8)
-    wants_gradient = torch.zeros(4, 8, requires_grad=True)
-    out_small, wrong_dtype = torch.zeros(1, 8), torch.zeros(4, 8, dtype=torch.float64)
-    if warm:  # rows of this form were sent before: a plain call looks at its arguments in its own way
-        for wire in ("int8", "none"):
-            all_to_all_v(x, ones, ones, wire=wire, comm=comm)
-            all_to_all_v(x.long(), ones, ones, wire="none", comm=comm)
-    explained = comm.explain()
-    for call, error, message in (
-        (lambda: all_to_all_v(torch.zeros(5, 8), comm=comm), CountsError, "5 rows cannot be split equally"),
-        (lambda: all_to_all_v(x, recv_counts=ones, comm=comm), CountsError, "need send_counts"),
-        (lambda: all_to_all_v(x, [1], comm=comm), CountsError, "send_counts has 1 entries"),
-        (lambda: all_to_all_v(x, [5, 0], ones, comm=comm), CountsError, "past the end: the input has 4 rows"),
-        (lambda: all_to_all_v(x, ones, ones, out=out_small, comm=comm), CountsError, "past the end: out has 1 rows"),
-        (
-            lambda: all_to_all_v(x, ones, ones, out=wrong_dtype, comm=comm),
-            CountsError,
-            "it must be torch.float32 [rows, 8]",
-        ),
-        (lambda: all_to_all_v(x, ones, ones, out=torch.zeros(8, 4).t(), comm=comm), CountsError, "contiguous"),
-        (lambda: all_to_all_v(x, ones, ones, out=x, comm=comm), CountsError, "shares memory"),
-        (lambda: all_to_all_v(x, ones, ones, recv_displs=[0, 0], comm=comm), CountsError, "overlap"),
-        (lambda: all_to_all_v(torch.zeros(()), comm=comm), CountsError, "at least 1 dimension"),
-        (lambda: all_to_all_v(x.long(), ones, ones, comm=comm), WireFormatError, 'wire="none"'),
-        (lambda: all_to_all_v(x, ones, ones, wire="int3", comm=comm), WireFormatError, "int3"),
-        (lambda: all_to_all_v(x, ones, out=wrong_dtype, comm=comm), CountsError, "torch.float32 [rows"),
-        (lambda: all_to_all_v(from_shared, ones, ones, out=of_shared, comm=comm), CountsError, "shares memory"),
-        (lambda: all_to_all_v(wants_gradient, ones, async_op=True, comm=comm), WireFormatError, "no backward"),
-        (lambda: all_to_all_v(wants_gradient, ones, out=x, wire="none", comm=comm), WireFormatError, "no backward"),
-        (lambda: all_to_all_v(wants_gradient, [5, 0], comm=comm), CountsError, "past the end: the input has 4 rows"),
-        (lambda: all_to_all_v(x, ones, [0, 2**63], comm=comm), CountsError, "0 to 2**63 - 1"),
-        (lambda: all_to_all_v(x, ones, [2, -1], comm=comm), CountsError, "recv_counts[1] is -1"),
-        (lambda: all_to_all_v(x, [-1, 2], ones, comm=comm), CountsError, "send_counts[0] is -1"),
-        (lambda: all_to_all_v(x, [True, 1], ones, comm=comm), CountsError, "send_counts[0] is True"),
-        (lambda: all_to_all_v(x, ones, [1.0, 1], comm=comm), CountsError, "recv_counts[0] is 1.0"),  # type: ignore[list-item]
-        (
-            lambda: all_to_all_v(x, [2**62, 2**62], [2**62, 2**62], out=x.clone(), comm=comm),
-            CountsError,
-            "past the end",
-        ),
-        (lambda: all_to_all_v(x, ones, [1, 1, 1], comm=comm), CountsError, "recv_counts has 3 entries"),
-        (lambda: all_to_all_v(x, ones, ones, out=x[2:], comm=comm), CountsError, "shares memory"),
-        (
-            lambda: all_to_all_v(x, ones, ones, out=torch.zeros(4, 9), comm=comm),
-            CountsError,
-            "it must be torch.float32 [rows, 8]",
-        ),
-        (
-            lambda: all_to_all_v(x, ones, ones, out=torch.zeros(4, 8, 1), comm=comm),
-            CountsError,
-            "it must be torch.float32 [rows, 8]",
-        ),
-        (lambda: all_to_all_v(x, ones, ones, out=torch.zeros(4, 16)[:, ::2], comm=comm), CountsError, "contiguous"),
-        (lambda: all_to_all_v(wants_gradient, ones, ones, out=x, comm=comm), WireFormatError, "no backward"),
-        (lambda: all_to_all_v(x.tolist(), ones, ones, comm=comm), ArgumentError, "x is a list"),  # type: ignore[arg-type]
-        (lambda: all_to_all_v(x, ones, ones, out=[x], comm=comm), ArgumentError, "out is a list"),  # type: ignore[arg-type]
-        (
-            lambda: all_to_all_v(x, ones, comm=comm, transport="fast"),
-            TransportUnavailable,
-            "auto, direct, two_level, staged",
-        ),
-    ):
-        with pytest.raises(error, match=re.escape(message)):
-            call()
-    own = [2, 1] if comm.rank == 0 else [1, 2]
-    with pytest.raises(CountsError, match="sends itself 2 rows but expects 1"):
-        all_to_all_v(x, own, ones, comm=comm)
-    assert comm.explain() == explained  # the transport was not even chosen
-    if warm:
-        assert torch.equal(all_to_all_v(x + 1, ones, ones, wire="none", comm=comm), torch.ones(2, 8))  # type: ignore[arg-type]
-        return
-    # A backend that is not there, too, is noticed before counts are exchanged.
+def _without_backend(comm: Communicator) -> None:
     os.environ["THINWIRE_BACKEND"] = "none"
     with pytest.raises(TransportUnavailable, match="names no backend"):
-        all_to_all_v(x, ones, comm=comm)
-    del os.environ["THINWIRE_BACKEND"]
-    # Nothing was sent by any of these: the group still works.
-    y = all_to_all_v(x, ones, ones, comm=comm)
-    assert isinstance(y, torch.Tensor) and torch.equal(y, torch.zeros(2, 8))
+        all_to_all_v(torch.zeros(4, 8), [1, 1], comm=comm)
+    comm.barrier()
 
 
-@pytest.mark.parametrize("warm", [False, True], ids=["first call", "later call"])
-def test_bad_input_is_refused_before_anything_is_sent(warm: bool) -> None:
-    run_ranks(_bad_input, 2, warm, timeout=120)
+def test_a_backend_that_is_not_there_is_noticed_before_counts_are_exchanged() -> None:
+    run_ranks(_without_backend, 2)
 
 
 def _disagreeing(comm: Communicator) -> str:

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.wires import DTYPES, WIRES, assert_same_bits, magnitudes, relative_error
-from thinwire.errors import ArgumentError, TransportUnavailable, WireFormatError
+from thinwire.errors import TransportUnavailable, WireFormatError
 from thinwire.fused import backend
-from thinwire.fused.backend import require_wire_support
 from thinwire.fused.codec import dequantize, quantize
 from thinwire.triton_kernels.codec_reference import (
     dequantize_reference,
@@ -177,35 +176,12 @@ def test_leading_dimensions_and_strides_are_kept() -> None:
     assert back.shape == x.shape and relative_error(x, back) < 0.0072
 
 
-def test_what_a_wire_cannot_carry_is_refused() -> None:
-    with pytest.raises(WireFormatError, match=r'torch.int32 tensor cannot travel as int8.*wire="none"'):
-        quantize(torch.zeros(2, 2, dtype=torch.int32))
-    with pytest.raises(WireFormatError, match="torch.float64 is not possible"):
-        dequantize(quantize(torch.zeros(2, 2)), torch.float64)
-    with pytest.raises(WireFormatError, match=r"float32 \(the wire is 'none'\)"):
-        dequantize(quantize(torch.zeros(2, 2), "none"), torch.float16)
-
-
-def test_records_that_do_not_fit_their_shape_are_refused_and_unaligned_ones_are_copied() -> None:
+def test_unaligned_records_are_copied() -> None:
     rows = quantize(torch.randn(4, 256), "int8")
-    for records in (rows.records[:, :64], rows.records[:2], rows.records.view(torch.int16), rows.records.float()):
-        with pytest.raises(WireFormatError, match=r"are torch.uint8 \[4, 288\]"):
-            dequantize(replace(rows, records=records))
     shifted = torch.empty(4 * 288 + 1, dtype=torch.uint8)[1:].view(4, 288)
     for records in (shifted.copy_(rows.records), rows.records.t().contiguous().t()):
         assert torch.equal(dequantize(replace(rows, records=records)), dequantize(rows))
-    with pytest.raises(WireFormatError, match="hidden must be at least 1"):
-        quantize(torch.zeros(2, 0))
-    with pytest.raises(ArgumentError, match="meta"):
-        quantize(torch.zeros(2, 8, device="meta"))
     assert torch.equal(dequantize(quantize(torch._neg_view(torch.ones(1, 8)), "none")), -torch.ones(1, 8))
-
-
-def test_fp8_is_refused_on_gpus_without_it() -> None:
-    with pytest.raises(TransportUnavailable, match=r"'fp8' needs .* 8.9 or newer, this one has 8.0; use int8"):
-        require_wire_support(WireFormat.parse("fp8"), (8, 0))
-    require_wire_support(WireFormat.parse("fp8"), (8, 9))
-    require_wire_support(WireFormat.parse("int8"), (8, 0))
 
 
 @pytest.mark.parametrize(

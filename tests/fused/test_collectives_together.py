@@ -9,12 +9,11 @@ import pytest
 
 pytest.importorskip("numba", reason="the CPU kernels need numba")
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import ConfigMismatch, CountsError, ThinwireError, WireFormatError
+from thinwire.errors import ConfigMismatch, ThinwireError
 from thinwire.fused.all_to_all import all_to_all_v
 from thinwire.fused.ops import all_gather, all_reduce, reduce_scatter
 from thinwire.moe.parallel import ExpertParallel
@@ -150,12 +149,6 @@ def _memory(comm: Communicator) -> None:
     # A view that stands for its conjugate.
     z = torch.full((3,), 1 + 2j)
     assert torch.equal(all_reduce(z.conj(), wire="none", comm=comm), torch.full((3,), comm.size * (1 - 2j)))
-    with pytest.raises(CountsError, match="shares memory with x"):
-        all_reduce(z.conj(), out=z, wire="none", comm=comm)
-    # Memory that two storages share.
-    shared = np.zeros(5000, np.float32)
-    with pytest.raises(CountsError, match="shares memory with x"):
-        all_reduce(torch.from_numpy(shared[:-1000]), out=torch.from_numpy(shared[1000:]), comm=comm)
     # What autograd keeps is not overwritten behind its back.
     for transport in ("direct", "staged"):
         w = torch.ones(2000, requires_grad=True)
@@ -164,8 +157,6 @@ def _memory(comm: Communicator) -> None:
             all_reduce(y, out=y, comm=comm, transport=transport)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
-        with pytest.raises(WireFormatError, match="out wants a gradient, and is overwritten"):
-            all_reduce(torch.ones(2000), out=w, comm=comm, transport=transport)
     assert torch.equal(all_reduce(torch.ones(3), wire="none", comm=comm), torch.full((3,), float(comm.size)))
 
 

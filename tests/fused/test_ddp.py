@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from tests.helpers.wires import relative_error
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import ArgumentError, WireFormatError
+from thinwire.errors import ArgumentError
 from thinwire.fused import ddp
 from thinwire.fused.codec import dequantize, quantize
 from thinwire.fused.ddp import AllReduceState, all_reduce_hook
@@ -205,14 +205,6 @@ def test_the_hook_leaves_most_of_a_gpu_to_backward(given: dict[str, Any], progra
         seen: list[int | None] = []
         all_reduce_hook(AllReduceState(comm, **given), mock.Mock(buffer=lambda: torch.ones(4)))
         assert seen == [programs] and comm.num_programs is None
-        for wrong in (0, 2.0, True, "8"):
-            with pytest.raises(ArgumentError, match="num_programs is .* expected an int of at least 1, or None"):
-                AllReduceState(comm, num_programs=wrong)  # type: ignore[arg-type]
-
-
-def _double(comm: Communicator) -> None:
-    with pytest.raises(WireFormatError, match="float64 tensor cannot travel as int8"):
-        all_reduce_hook(AllReduceState(comm), Bucket(torch.ones(4, dtype=torch.float64), []))  # type: ignore[arg-type]
 
 
 def _sparse(comm: Communicator) -> None:
@@ -224,7 +216,3 @@ def _sparse(comm: Communicator) -> None:
 
 def test_sparse_gradients_are_refused_with_what_to_do() -> None:
     run_ranks(_sparse, 1)
-
-
-def test_gradients_of_float64_are_refused() -> None:
-    run_ranks(_double, 1, mode="thread")

@@ -13,7 +13,6 @@ pytest.importorskip("numba", reason="CPU ranks need numba")
 
 import thinwire as tw
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import ArgumentError, CountsError, ThinwireError, WireFormatError
 from thinwire.fused import exchange_plan
 from thinwire.fused.backend import select_backend
 from thinwire.fused.direct_transport import DirectTransport
@@ -211,59 +210,3 @@ def compiled(comm: Communicator) -> None:
 
 def test_compiled_code_calls_a_plan_with_the_same_results() -> None:
     run_ranks(compiled, 2)
-
-
-def misused(comm: Communicator) -> None:
-    rows, counts = torch.tensor([0, 2, 1]), [1, 2]
-    for arguments, options, error, said in (
-        ((rows, counts), {}, CountsError, "num_rows is None; with rows, an int"),
-        ((rows, counts), {"num_rows": 3.0}, CountsError, "num_rows is 3.0"),
-        ((rows[:0], [0, 0]), {"num_rows": -1}, CountsError, "num_rows is -1"),
-        ((None, counts), {"num_rows": 5}, CountsError, "num_rows is 5 and send_counts add up to 3"),
-        ((rows, [1, 1]), {"num_rows": 3}, ArgumentError, r"\[3\]; accepted: int64 or int32 \[2\]"),
-        ((rows.float(), counts), {"num_rows": 3}, ArgumentError, "float32"),
-        ((rows, counts), {"num_rows": 2}, ArgumentError, r"0 \.\.\. 2; accepted: 0 \.\.\. 1"),
-        ((rows - 1, counts), {"num_rows": 3}, ArgumentError, "-1 "),
-        ((rows, [1, 2, 0]), {"num_rows": 3}, CountsError, "3 entries"),
-        ((rows, [4, -1]), {"num_rows": 3}, CountsError, "-1"),
-        ((rows, counts), {"num_rows": 3, "recv_counts": [3, 3]}, CountsError, "sends itself"),
-        ((None, counts), {"transport": "fast"}, ThinwireError, "fast"),
-    ):
-        with pytest.raises(error, match=said):
-            tw.ExchangePlan(*arguments, comm, **options)  # type: ignore[arg-type]
-    plan = tw.ExchangePlan(rows, counts, comm, num_rows=3)
-    x = torch.ones(3, 4)
-    for call, error, said in (
-        (lambda: plan.there(x[:2], wire="none"), CountsError, r"this plan is for \[3, \.\.\.\]"),
-        (lambda: plan.there(torch.tensor(1.0), wire="none"), CountsError, r"\[3, \.\.\.\]"),
-        (lambda: plan.there(x, wire="int9"), WireFormatError, "int9"),
-        (lambda: plan.there(x.long(), wire="int8"), WireFormatError, "int64"),
-        (lambda: plan.back(torch.ones(7, 4), wire="none"), CountsError, "7"),
-        (
-            lambda: plan.back(torch.ones(sum(plan.recv_counts), 4, dtype=torch.int64), wire="none"),
-            WireFormatError,
-            "int64",
-        ),
-        (lambda: plan.there(x.clone().requires_grad_(), wire="none", async_op=True), WireFormatError, "no backward"),
-        (lambda: plan.there(x.double().requires_grad_(), wire="none"), WireFormatError, "x, which wants gradients"),
-        (lambda: plan.there(x.clone().requires_grad_(), wire="none", out=x), WireFormatError, "no backward"),
-        (
-            lambda: plan.back(torch.ones(sum(plan.recv_counts), 4, requires_grad=True), wire="none", async_op=True),
-            WireFormatError,
-            "no backward",
-        ),
-        (lambda: plan.there([1.0], wire="none"), ThinwireError, "list"),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(error, match=said):
-            call()
-    rows.zero_()  # the plan has its own
-    there: Any = plan.there(x, wire="none")  # and works after all of it
-    assert torch.equal(plan.back(there, wire="none"), x)
-    comm.barrier()
-    comm.close()
-    with pytest.raises(ThinwireError, match="close"):
-        plan.there(x, wire="none")
-
-
-def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
-    run_ranks(misused, 2)

@@ -11,7 +11,6 @@ import torch
 from tests.helpers.speeds import exhaustive_but
 from thinwire import all_gather, all_gather_v, all_reduce, all_to_all_v, reduce_scatter
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import WireFormatError
 from thinwire.testing import run_ranks
 
 pytest.importorskip("numba", reason="CPU ranks need numba")
@@ -136,21 +135,3 @@ def _check_numerically(comm: Communicator, transport: str) -> None:
 
 def test_gradients_in_float64_are_those_of_small_changes() -> None:
     run_ranks(_check_numerically, SIZE, "staged", mode="thread")
-
-
-def _refused(comm: Communicator) -> None:
-    x = torch.ones(SIZE, ROW, requires_grad=True)
-    for operation in (all_reduce, all_gather, reduce_scatter, all_to_all_v):
-        with pytest.raises(WireFormatError, match="no backward with async_op"):
-            operation(x, comm=comm, async_op=True)
-        with pytest.raises(WireFormatError, match="no backward with out"):
-            operation(x, comm=comm, out=torch.empty(1))
-    for operation in (all_reduce, reduce_scatter):
-        with pytest.raises(WireFormatError, match="no backward with op 'max'"):
-            operation(x, "max", comm=comm, wire="none")
-    with torch.no_grad():
-        assert not all_reduce(x, comm=comm).requires_grad  # type: ignore[union-attr]
-
-
-def test_what_has_no_backward_is_refused() -> None:
-    run_ranks(_refused, SIZE, mode="thread")

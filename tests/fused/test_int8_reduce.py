@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 pytest.importorskip("numba", reason="the CPU kernels need numba")
@@ -12,7 +10,6 @@ import torch
 
 from tests.helpers.wires import assert_same_bits, relative_error
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import ConfigMismatch, CountsError, WireFormatError
 from thinwire.fused.int8_reduce import int8_all_to_all_reduce
 from thinwire.testing import run_ranks
 
@@ -49,24 +46,3 @@ def _sums(comm: Communicator) -> None:
 @pytest.mark.parametrize(("mode", "world"), (("process", 3), ("thread", 1), ("thread", 4)))
 def test_sums_of_int8_are_exact_until_they_are_rounded(mode: str, world: int) -> None:
     run_ranks(_sums, world, mode=mode)
-
-
-def _refused(comm: Communicator) -> None:
-    x = torch.zeros(4, 6, dtype=torch.int8)
-    for kind, message, arguments in (
-        (WireFormatError, "takes int8; got torch.float32", (x.float(), 1.0)),
-        (CountsError, "scales have the shape [4], and x [4, 6]; accepted: one number, or [6]", (x, torch.ones(4))),
-        (CountsError, "scales have the shape [1, 6]", (x, torch.ones(1, 6))),
-        (CountsError, "scales have the shape [3]", (x, [1.0, 2.0, 3.0])),
-        (CountsError, "at least 1 dimension", (x[0, 0], 1.0)),
-    ):
-        with pytest.raises(kind, match=re.escape(message)):
-            int8_all_to_all_reduce(*arguments, comm=comm)
-    with pytest.raises(WireFormatError, match="asked for torch.int32"):
-        int8_all_to_all_reduce(x, 1.0, dtype=torch.int32, comm=comm)
-    with pytest.raises(ConfigMismatch, match="the scales of rank 1 are not those of rank 0"):
-        int8_all_to_all_reduce(x, 1.0 + comm.rank, comm=comm, check=True)
-
-
-def test_what_it_cannot_take_is_refused() -> None:
-    run_ranks(_refused, 2, mode="thread")

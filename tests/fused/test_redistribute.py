@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from tests.helpers.speeds import exhaustive_but
 from thinwire.comm import Communicator
 from thinwire.comm.layout import Layout, TensorLayout, as_tensor_layout, plan_redistribute
-from thinwire.errors import CountsError, LayoutError, WireFormatError
 from thinwire.fused.redistribute import redistribute
 from thinwire.testing import run_ranks
 
@@ -282,60 +280,6 @@ def test_a_gradient_that_arrives_as_summands_is_summed() -> None:
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
-
-REFUSALS: dict[str, tuple[type[Exception], str, Callable[[torch.Tensor, Communicator], object]]] = {
-    "a shape that is not x's": (
-        LayoutError,
-        r"x is \[4, 8\], which in .* is part of \(8, 8\), not of \(16, 8\)",
-        lambda x, comm: redistribute(x, (2, 1), (1, 2), shape=(16, 8), wire="none", comm=comm),
-    ),
-    "uneven cuts": (
-        LayoutError,
-        "dimension 1 has 7 elements, which cannot be cut into 2 equal parts",
-        lambda x, comm: redistribute(x[:, :7], (2, 1), (1, 2), wire="none", comm=comm),
-    ),
-    "integers in int8": (
-        WireFormatError,
-        'pass wire="none"',
-        lambda x, comm: redistribute(x.long(), (2, 1), (1, 2), wire="int8", comm=comm),
-    ),
-    "a layout of other ranks": (
-        LayoutError,
-        "for 8 ranks, but there are 2",
-        lambda x, comm: redistribute(x, CUBE("mp", "None"), (1, 2), comm=comm),
-    ),
-    "an output of another shape": (
-        CountsError,
-        r"redistribute: out is torch.float32 \[4, 4\] on cpu; it must be torch.float32 \[8, 4\]",
-        lambda x, comm: redistribute(x, (2, 1), (1, 2), out=x[:, :4].clone(), wire="none", comm=comm),
-    ),
-    "an output that is the input": (
-        CountsError,
-        "out shares memory with x",
-        lambda x, comm: redistribute(x, (2, 1), (2, 1), out=x, wire="none", comm=comm),
-    ),
-    "an output where a gradient is wanted": (
-        WireFormatError,
-        "redistribute has no backward with out",
-        lambda x, comm: redistribute(x.requires_grad_(), (2, 1), (1, 2), out=torch.ones(8, 4), wire="none", comm=comm),
-    ),
-    "a gradient that is cut otherwise": (
-        LayoutError,
-        "grad_layout is .*, which does not cut as the result's layout",
-        lambda x, comm: redistribute(x.requires_grad_(), (2, 1), (1, 2), grad_layout=(2, 1), wire="none", comm=comm),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_what_does_not_fit_is_refused_before_anything_is_sent(case: str) -> None:
-    kind, message, call = REFUSALS[case]
-
-    def refuse(comm: Communicator) -> None:
-        with pytest.raises(kind, match=message):
-            call(torch.ones(4, 8), comm)
-
-    run_ranks(refuse, 2, mode="thread")
 
 
 def test_empty_tensors_have_their_shape() -> None:

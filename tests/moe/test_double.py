@@ -7,7 +7,6 @@ import torch
 
 from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import RoutingError, TransportUnavailable
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
 
@@ -95,25 +94,3 @@ def _as_unsharded(comm: Communicator, view: str) -> None:
 @pytest.mark.parametrize("size", exhaustive_but([3], [1, 2, 3, 4]))
 def test_results_and_gradients_are_those_of_the_unsharded_model(size: int, view: str) -> None:
     run_ranks(_as_unsharded, size, view, mode="thread", timeout=100)
-
-
-def _refusals(comm: Communicator) -> None:
-    with pytest.raises(TransportUnavailable, match="do not take float64"):
-        _make(comm, transport="direct")
-    with pytest.raises(RoutingError, match=r"formats have to be 'none'; .* are none, none, int8"):
-        _make(comm, grad_wire="int8")
-    with pytest.raises(RoutingError, match=r"formats have to be 'none'; .* are int8, int8, none"):
-        _make(comm, wire=None)
-    x, ids, weights = _inputs(comm.rank)
-    with _make(comm) as ep:
-        with pytest.raises(RoutingError, match="torch.float64 .* is needed"):
-            ep.dispatch(x.float(), ids, weights)
-        d = ep.dispatch(x, ids, weights)
-        with pytest.raises(RoutingError, match="float64 .* is needed"):
-            ep.combine(d.tokens.float(), d)
-    with _make(comm, dtype=None) as ep, pytest.raises(RoutingError, match="float32, float16 or bfloat16"):
-        ep.dispatch(x, ids, weights)
-
-
-def test_what_float64_does_not_go_with_is_refused() -> None:
-    run_ranks(_refusals, 2, mode="thread", timeout=60)

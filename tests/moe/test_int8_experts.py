@@ -10,13 +10,11 @@ import torch
 
 from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import CapacityError, RoutingError, WireFormatError
 from thinwire.moe import compiled_round
-from thinwire.moe.experts import ClampedSwiGLU, GroupedExperts
+from thinwire.moe.experts import GroupedExperts
 from thinwire.moe.int8_experts import Int8Experts
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
-from thinwire.triton_kernels.int8_weights import Int8Weights
 
 NUM_EXPERTS, TOP_K, HIDDEN, FF = 5, 2, 256, 200
 
@@ -135,40 +133,18 @@ def test_triton_and_torch_give_the_same_bits() -> None:
             assert torch.equal(ours[0], theirs[0])
 
 
-def _refused(comm: Communicator) -> None:
+def _casts_and_drops(comm: Communicator) -> None:
     experts = Int8Experts(GroupedExperts(2, 64, 32), rotated=False)
     x, ids, weights = torch.randn(4, 64), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
     sizes = {"num_experts": 2, "top_k": 1, "hidden_size": 64, "max_tokens": 4}
-    for wire in ("none", "int4", "int8:16"):
-        with ExpertParallel(comm, **sizes, wire=wire) as ep:
-            d = ep.dispatch(x, ids, weights)
-            with pytest.raises(WireFormatError, match="accepted: int8"):
-                experts(d)
     with ExpertParallel(comm, **sizes, wire="int8") as ep:
         d = ep.dispatch(x, ids, weights)
-        with pytest.raises(RoutingError, match="3 experts"):
-            Int8Experts(GroupedExperts(3, 64, 32), rotated=False)(d)
-        with pytest.raises(RoutingError, match="rows of 32"):
-            Int8Experts(GroupedExperts(2, 32, 32), rotated=False)(d)
-        with pytest.raises(CapacityError, match="-1"):
-            experts(d, -1)
-        with pytest.raises(RoutingError, match="dispatch"):
-            experts(x)
         assert torch.linalg.norm(experts.bfloat16()(d) - experts.float()(d)) < 0.01 * torch.linalg.norm(experts(d))
-        with pytest.raises(WireFormatError, match="'int8', and these experts are.*rotated=True.*accepted"):
-            Int8Experts(GroupedExperts(2, 64, 32))(d)
         assert ep.combine(experts(d, 2), d)[2:].eq(0).all()  # dropped
-    with ExpertParallel(comm, **sizes, wire="int8+h64") as ep:
-        d = ep.dispatch(x, ids, weights)
-        with pytest.raises(WireFormatError, match=r"'int8\+h64', and these experts are.*rotated=False"):
-            experts(d)
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    run_ranks(_refused, 1, mode="thread", timeout=200)
-    for options in ({"activation": "gelu"}, {"bias": True}, {"gated": True, "activation": ClampedSwiGLU()}):
-        with pytest.raises(ValueError, match="silu and without biases"):
-            Int8Experts(GroupedExperts(2, 8, 8, **options))
+def test_a_cast_changes_little_and_rows_past_the_capacity_are_dropped() -> None:
+    run_ranks(_casts_and_drops, 1, mode="thread", timeout=200)
 
 
 def test_a_state_dict_brings_the_weights_back() -> None:
@@ -180,22 +156,3 @@ def test_a_state_dict_brings_the_weights_back() -> None:
     third = Int8Experts(GroupedExperts(2, 64, 24), rotated=False)  # of the same shapes
     third.load_state_dict(rotated.state_dict())
     assert third.rotated and not first.rotated
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"w_in": torch.zeros(2, 24, 64)},
-        {"s_in": torch.zeros(24, 2).T},
-        {"w_out": torch.zeros(2, 64, 64, dtype=torch.int8)[:, :, ::2]},
-    ],
-)
-def test_weights_that_kernels_would_read_beyond_are_refused(changed: dict[str, torch.Tensor]) -> None:
-    experts = Int8Experts(GroupedExperts(2, 64, 24), rotated=False)
-    experts.load_state_dict(experts.state_dict() | changed, assign=True)
-    with pytest.raises(WireFormatError, match="weights of .* expected torch"):
-        if "w_out" in changed:
-            Int8Weights(experts.w_out, experts.s_out, 24)
-        Int8Weights(experts.w_in, experts.s_in, 64)
-    with pytest.raises(WireFormatError, match=r"weights of 128 are torch.int8 \[2, 24, 64\]"):
-        Int8Weights(torch.zeros(2, 24, 64, dtype=torch.int8), torch.zeros(2, 24), 128)

@@ -70,24 +70,6 @@ def test_ranks_agree_on_it() -> None:
     assert ConfigMismatch.__name__ in str(raised.value)
 
 
-def _refused(comm: Communicator) -> list[str]:
-    said = []
-    for invariant in ("yes", None, 1):
-        with pytest.raises(RoutingError, match="invariant is .*; True or False is needed") as raised:
-            tw.ExpertParallel(comm, 4, 2, 64, 8, invariant=invariant)  # type: ignore[arg-type]
-        said.append(str(raised.value))
-    with tw.ExpertParallel(comm, 4, 2, 64, 8, wire="none", invariant=True) as ep:
-        d = ep.dispatch(torch.ones(2, 64), torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 2))
-        with pytest.raises(RoutingError, match="weighted is True; with invariant=True"):
-            ep.combine(d.records, d, weighted=True)
-        assert torch.equal(ep.combine(d.tokens, d), torch.full((2, 64), 2.0))  # the round is still open
-    return said
-
-
-def test_what_it_cannot_be_is_refused() -> None:
-    run_ranks(_refused, 2, mode="thread")
-
-
 def _trained(comm: Communicator, transport: str, invariant: bool) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(comm.rank)
     x = torch.randn(6, 96, generator=generator, requires_grad=True)

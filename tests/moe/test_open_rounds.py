@@ -136,13 +136,13 @@ def test_layers_of_ranks_that_are_out_of_step_do_not_meet(transport: str, mode: 
     assert all(outcomes == ["right", "RoutingError", "right", "right", "right"] for outcomes in others)
 
 
-def _wrong_layer(comm: Communicator) -> None:
+def _forgotten(comm: Communicator) -> None:
     with _parallel(comm, "staged") as ep:
-        for layer in (-1, 1 << 16, True, 1.0, None):
-            with pytest.raises(RoutingError, match="layer is .*; an int of 0 to 65535 is needed"):
-                ep.dispatch(*_tokens(comm, 1.0), layer=layer)  # type: ignore[arg-type]
-        assert _round(ep, 1.0, layer=65535) == comm.size
+        x, ids, weights = _tokens(comm, 1.0)
+        ep.dispatch(x.requires_grad_(), ids, weights)
+        with pytest.warns(RuntimeWarning, match="lane 0: a round whose x .* not combined"):
+            ep.dispatch(x, ids, weights)
 
 
-def test_what_is_no_layer_is_refused() -> None:
-    run_ranks(_wrong_layer, 1, mode="thread")
+def test_a_round_with_gradients_that_is_not_combined_is_warned_of() -> None:
+    run_ranks(_forgotten, 1, mode="thread")

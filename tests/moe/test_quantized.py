@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.speeds import exhaustive_but
 from thinwire.comm.communicator import Communicator
-from thinwire.errors import LaneError, RoutingError, WireFormatError
+from thinwire.errors import LaneError
 from thinwire.moe.parallel import ExpertParallel
 from thinwire.testing import run_ranks
 
@@ -38,27 +38,13 @@ def _rows(comm: Communicator, transport: str, wires: list[str], dtype: torch.dty
                 ep.combine(tokens, d)
             with pytest.raises(LaneError):
                 _ = d.quantized
+            d = ep.dispatch(x.requires_grad_(), ids, torch.rand(count, TOP_K))
+            with torch.no_grad():  # a round with gradients has them, too
+                assert d.quantized.payload.shape == q.payload.shape
+            d.abandon()
 
 
 @pytest.mark.parametrize("transport", exhaustive_but(["direct"], ["direct", "staged"]))
 def test_payload_times_scale_is_what_tokens_hold(transport: str) -> None:
     run_ranks(_rows, 2, transport, ["int8", "int8:32", "int8:row"], torch.float32, mode="thread", timeout=120)
     run_ranks(_rows, 2, transport, ["int8"], torch.bfloat16, mode="thread", timeout=120)
-
-
-def _refused(comm: Communicator) -> None:
-    sizes = {"num_experts": 1, "top_k": 1, "hidden_size": 64, "max_tokens": 4}
-    x, ids, weights = torch.randn(4, 64), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
-    for wire in ("none", "int4", "fp8"):
-        with ExpertParallel(comm, **sizes, wire=wire) as ep, pytest.raises(WireFormatError, match=f"{wire}.*int8:row"):
-            _ = ep.dispatch(x, ids, weights).quantized
-    with ExpertParallel(comm, **sizes, wire="int8") as ep:
-        d = ep.dispatch(x.requires_grad_(), ids, weights)
-        with pytest.raises(RoutingError, match="no gradient"):
-            _ = d.quantized
-        with torch.no_grad():
-            assert d.quantized.payload.shape == (4, 64)
-
-
-def test_other_wires_and_gradients_are_refused() -> None:
-    run_ranks(_refused, 1, mode="thread", timeout=120)

@@ -219,8 +219,6 @@ def _memory(comm: Communicator) -> None:
         assert "direct (every rank can map every peer's memory)" in ep.explain() and "posix heap" in ep.explain()
     with ExpertParallel(comm, NUM_EXPERTS, TOP_K, HIDDEN, room, wire="none", dtype=torch.bfloat16) as ep:
         assert ep.memory_bytes < any_dtype
-        with pytest.raises(RoutingError, match=r"x is torch.float32 .*; torch.bfloat16"):
-            ep.dispatch(x.float(), ids, weights)
     with pytest.raises(CapacityError):
         ExpertParallel(comm, NUM_EXPERTS, TOP_K, 2**20, 2**20, transport="direct")
     with ExpertParallel(comm, NUM_EXPERTS, TOP_K, 2**20, 2**20) as ep:
@@ -353,8 +351,6 @@ def _described(comm: Communicator, transport: str) -> None:
     with ExpertParallel(comm, 4, 2, 64, 8, wire="int8", transport=transport) as ep:
         name = "ExpertParallel(num_experts=4, top_k=2, hidden_size=64, max_tokens=8, wire='int8', rank 0 of 1, "
         assert repr(ep) == f"{name}{transport})"
-        with pytest.raises(RoutingError, match=r"\[tokens, 64\] is needed: x.flatten\(0, -2\) makes it so"):
-            ep.dispatch(torch.ones(2, 3, 64), torch.zeros(2, 3, 2, dtype=torch.int64), torch.ones(2, 3, 2))
         d = ep.dispatch(torch.ones(3, 64), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2))
         assert repr(d) == f"Dispatched(3 tokens of torch.float32 sent, {transport}, lane 0, open)"
         ep.combine(d.tokens, d)

@@ -174,8 +174,6 @@ def pass_what_is_no_group(comm: Communicator) -> None:
         ):
             with pytest.raises(ArgumentError, match=message):
                 call()
-    with pytest.raises(ArgumentError, match="comm is None, expected"):
-        ExpertParallel(None, *SIZES)
     with ExpertParallel(comm, *SIZES, wire="none") as ep, pytest.raises(ArgumentError, match="2 axes"):
         ep.rebuild(mesh)
     some = dist.new_group([0, 1])

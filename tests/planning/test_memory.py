@@ -113,23 +113,6 @@ def test_ranks_that_are_processes_hold_whole_pages() -> None:
         assert own == peers == planned - 2 * 8  # and two addresses
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"ranks": 0}, "ranks is 0"),
-        ({"rank": 2}, "rank is 2, expected an int from 0 to 1"),
-        ({"heap": "shm"}, "heap is 'shm', expected one of threads, posix, cuda"),
-        ({"top_k": 33}, "top_k is 33"),
-        ({"wire": "int9"}, "int9"),
-        ({"ranks": 80, "transport": "direct"}, "up to 72 ranks"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused_by_name(changed: dict[str, Any], said: str) -> None:
-    settings: dict[str, Any] = {"ranks": 2, "num_experts": 4, "top_k": 2, "hidden_size": 8, "max_tokens": 8}
-    with pytest.raises(tw.ThinwireError, match=said):
-        plan_memory(**settings | changed)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Traffic
 
