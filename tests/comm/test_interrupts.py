@@ -158,9 +158,7 @@ def test_an_interrupt_anywhere_gives_no_wrong_result(place: str) -> None:
     assert not wrong and any(seen["ended"] for seen in found.values()), wrong
 
 
-def test_a_second_interrupt_while_the_first_is_handled_ends_the_communicator_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_second_interrupt_while_the_first_is_handled_ends_the_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
     comm, run = tw.init(), Op.run
 
     def interrupted(*args: Any) -> None:

@@ -95,9 +95,10 @@ def test_the_bytes_are_those_of_every_message(
 
 def test_a_map_of_experts_is_told_from_contiguous_blocks(tmp_path: Path) -> None:
     load = expert_load([draw_ids("zipf:0.6", 256, 8, 16)], 256)
-    owners = [0] * 256
-    for place, expert in enumerate(np.argsort(-load).tolist()):  # the busiest ones forth and back over the ranks
-        owners[expert] = place % 16 if place // 16 % 2 == 0 else 15 - place % 16
+    owners, rows, free = [0] * 256, [0] * 16, [16] * 16
+    for expert in np.argsort(-load).tolist():  # the busiest first, to the rank that has least so far and is not full
+        rank = min((rank for rank in range(16) if free[rank]), key=rows.__getitem__)
+        owners[expert], rows[rank], free[rank] = rank, rows[rank] + int(load[expert]), free[rank] - 1
     skewed, found = (count_crossings(REQUEST, "zipf:0.6", given) for given in (None, owners))
     assert skewed.imbalance == skewed.contiguous == found.contiguous > 1.3 > 1.2 > found.imbalance
     one, two = (leg_of(skewed, "combine", level).imbalance for level in ("one level", "two levels"))
